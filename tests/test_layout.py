@@ -62,6 +62,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"backend", "cache", "display", "engine", "grammar", "images", "memory"}
     | {"memory.fit", "models", "pooling", "ranks", "speculation", "text", "threads"},
     "convert": LEAVES
+    | {"files"}
     | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"}
     | {"pooling"},  # segments: whole sequences without a cache
     "server": LEAVES
@@ -105,7 +106,7 @@ WITHOUT_MLX = words("""
     backend memory history http_json threads killable ranks.control ranks.hosts session cache.pages
     cache.inputs cache.prefix cache.disk grammar engine.batch engine.queues engine.scheduler
     engine.events engine.followers engine.kv_manager engine.limits engine.pagestore engine.snapshots
-    engine.own_pages engine.peers pooling.config pooling.request server speculation.controller
+    engine.page_server engine.peers pooling.config pooling.request server speculation.controller
     speculation.estimates speculation.ngram speculation.options speculation.speculation text
 """)
 

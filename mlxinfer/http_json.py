@@ -1,14 +1,18 @@
 """JSON over HTTP with a mlxinfer server, and a one-line error where there is none."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .errors import NoServerError, ServerError, SilentServerError
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx2
 
 _REFUSED = re.compile(r"certificate verify failed: (.+?)\.? \(")  # by OpenSSL
@@ -101,15 +105,21 @@ def reading(base: str) -> Iterator[None]:
 
 def client_options(base: str, key: str | None) -> dict[str, Any]:
     """Arguments of a httpx2 client. The key goes to this server alone: no proxy, no redirect."""
-    import httpx2
-
     return {
         "base_url": base,
         "headers": {"authorization": f"Bearer {key}"} if key else {},
         "trust_env": False,
-        "verify": httpx2.create_ssl_context(),  # SSL_CERT_FILE is read, proxies are not
+        "verify": _authorities(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
         "follow_redirects": False,
     }
+
+
+@cache  # reading them takes 50 ms of CPU time, and the app asks each second
+def _authorities(file: str | None, folder: str | None) -> "ssl.SSLContext":
+    """Whom we trust: the file and folder of the environment, or those of certifi."""
+    import httpx2
+
+    return httpx2.create_ssl_context()
 
 
 @contextmanager

@@ -125,9 +125,8 @@ class LiveServer:
     def __enter__(self) -> Self:
         self._thread.start()
         wait_until(lambda: self.server.started)
-        verify = self.config.tls_cert is None or ssl.create_default_context(
-            cafile=self.config.tls_cert
-        )
+        cafile = self.config.tls_cert  # without one there is nothing to verify, or to read
+        verify = cafile is not None and ssl.create_default_context(cafile=cafile)
         self.client = httpx.Client(base_url=self.url, timeout=60, verify=verify)
         return self
 

@@ -52,6 +52,7 @@ ORDER = int(os.environ["MLXINFER_ORDER"])
 LONGEST = "test_blocks"  # minutes on one worker: begun last, it would keep the others waiting
 LONG = ("test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/")
 TESTS = Path(__file__).parent
+SMALL = ("demo-draft", "demo-vision", "demo-draft")  # in place of the models of hub.cache.BUNDLED
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -93,9 +94,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Of tests alike a third runs, or all where a file is named; workers inherit it."""
+    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    os.environ.setdefault("MLXINFER_ALIKE", "3" if everything else "1")
+
+
 def is_drawn(item: pytest.Item) -> bool:
     """Whether a test runs in this run: of tests marked `alike`, one in MLXINFER_ALIKE does."""
-    among = int(os.environ.get("MLXINFER_ALIKE", "1"))
+    among = int(os.environ["MLXINFER_ALIKE"])
     is_alike = item.get_closest_marker("alike") is not None
     return not is_alike or zlib.crc32(f"{ORDER} {item.nodeid}".encode()) % among == 0
 
@@ -123,13 +130,23 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture
-def small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`demo` is the smaller of the bundled models, in this process: it answers sooner."""
-    for name in hub.cache.BUNDLED:
-        (tmp_path / name).symlink_to(hub.resolve("demo-draft"))
-    for module in (hub, hub.cache):
-        monkeypatch.setattr(module, "ASSETS", tmp_path)
+@pytest.fixture(scope="module", autouse=True)
+def small_demo(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """`demo` is the smaller of the bundled models, in this process: a token takes a third as long.
+
+    It stays what it is where a module has the mark `demo`.
+    """
+    assets = hub.cache.ASSETS
+    if request.node.get_closest_marker("demo") is None:
+        assets = tmp_path_factory.mktemp("assets")
+        for name, bundled in zip(hub.cache.BUNDLED, SMALL, strict=True):
+            (assets / name).symlink_to(hub.resolve(bundled))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (hub, hub.cache):
+            patch.setattr(module, "ASSETS", assets)
+        yield
 
 
 @pytest.fixture(autouse=True)

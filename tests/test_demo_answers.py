@@ -10,6 +10,8 @@ import pytest
 
 from mlxinfer import LLM
 
+pytestmark = pytest.mark.demo
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 grade = importlib.import_module("examples.demo_model.grade")
 questions = importlib.import_module("examples.demo_model.questions")

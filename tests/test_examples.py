@@ -27,7 +27,6 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
 PROGRESS = re.compile(r"\w+ \d+%, ")  # what a command says where it takes longer
 
 
-@pytest.mark.usefixtures("small_demo")
 @pytest.mark.parametrize(
     "example",
     [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in EXAMPLES],

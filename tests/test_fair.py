@@ -15,6 +15,7 @@ def tenants_of(rnd: random.Random) -> list[Tenant]:
     return [Tenant(str(i), rnd.choice([0.25, 0.5, 1, 1, 2, 5])) for i in range(rnd.randint(2, 6))]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", SEEDS)
 def test_turns_are_within_a_job_of_the_ideal(seed: int) -> None:
     """The bound of start-time fair queueing holds in each time in which two tenants both wait."""

@@ -67,6 +67,7 @@ def answer_of(result: Result) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "ask",
     [

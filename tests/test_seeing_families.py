@@ -63,6 +63,7 @@ def family_folder(folder: Path, name: str) -> Path:
     return folder
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(2, NAMES))
 def test_a_picture_changes_the_answer_and_is_cached(name: str, tmp_path: Path) -> None:
     with LLM(family_folder(tmp_path, name), max_memory="200MB") as llm:

@@ -375,6 +375,7 @@ def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     return sum(a[:n] == b[:n] for n in range(1, min(len(a), len(b)) + 1))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_long_life(layout: tuple[list[int | None], list[int], int | None], seed: int) -> None:

@@ -97,6 +97,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "words",
     [

@@ -207,6 +207,7 @@ def test_beginning_anew_is_free_to_choose_other_options(
 STARTED = b'{"version": 3}\n'
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "line",
     [

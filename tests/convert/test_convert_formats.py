@@ -73,6 +73,7 @@ KEPT = {  # type in the source: format in the output, bits in the source
 }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_keeping_formats_loses_next_to_nothing(tmp_path: Path, kind: Kind) -> None:
     """Where MLX has no such format the next better one is taken, and what is dense stays dense."""

@@ -50,6 +50,7 @@ CONVERSIONS = [
 ]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("case", "options"), CONVERSIONS)
 def test_mlx_lm_loads_it_and_answers_the_same(
     tmp_path: Path, case: str, options: dict[str, object]
@@ -247,6 +248,7 @@ def test_a_head_beside_the_table_it_is_tied_to(tmp_path: Path, same: bool) -> No
     assert np.abs((with_head if same else with_head[:, ::-1]) - plain).max() < 1e-3
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("recipe", ["8bit", "mxfp4", "mxfp8", "nvfp4", "3bit-g32", "6bit", "bf16"])
 def test_every_format_loads_in_both(tmp_path: Path, recipe: str) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
@@ -401,6 +403,7 @@ PHASES: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("options", "phases"), PHASES)
 def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
     tmp_path: Path, options: dict[str, Any], phases: set[str]
@@ -421,6 +424,7 @@ def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
         assert (done[0], done[-1]) == (0, totals.pop()), step
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["llama-v4", "qwen3-v4", "qwen3_moe-v4", "mistral-v4"])
 @pytest.mark.parametrize("calibration", [None, TEXT])
 def test_a_model_of_vectors_needs_no_output_matrix(

@@ -148,6 +148,7 @@ def test_a_fused_model_that_sees_keeps_what_sees(tmp_path: Path) -> None:
 FORMS = [(2, 32), (3, 64), (4, 32), (4, 64), (6, 32), (8, 32), (8, 64)]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("bits", "group"), every(3, FORMS))
 @pytest.mark.parametrize("strength", [0.005, 0.6])
 @pytest.mark.parametrize("case", ["qwen3-v4", "qwen3_moe-v4"])

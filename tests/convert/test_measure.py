@@ -63,6 +63,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[MeasuredUnit
     return measure_units(arranged, IDS, make_recipe("4bit"), 4, lambda done, count: None)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", SEEING_FAR)
 def test_texts_from_which_an_index_or_a_chunk_leaves_tokens_out_are_refused(
     tmp_path: Path, case: str
@@ -71,6 +72,7 @@ def test_texts_from_which_an_index_or_a_chunk_leaves_tokens_out_are_refused(
         calibrated(write_source(tmp_path / "m", case))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "case",
     [

@@ -327,6 +327,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("how", FORMATS, ids=str)
 def test_quantised_mlx_folders_are_read_without_loss(tmp_path: Path, how: dict[str, Any]) -> None:
     folder = tiny_checkpoint(tmp_path, "qwen3-v4", quantize=how)

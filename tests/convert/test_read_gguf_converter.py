@@ -66,6 +66,7 @@ def with_tokenizer(folder: Path, config: dict[str, Any], arrays: dict[str, mx.ar
     return folder
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(3, TEXTS))
 def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     tmp_path: Path, name: str
@@ -91,6 +92,7 @@ def test_a_file_of_the_converter_gives_the_logits_of_transformers(
     assert np.abs(actual - expected).max() <= 1e-4 * expected.std()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(3, TOWERS))
 def test_a_text_and_its_tower_give_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
     case = name.rpartition("-")[0]

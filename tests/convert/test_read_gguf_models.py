@@ -74,6 +74,7 @@ def read(source: SourceModel) -> dict[str, mx.array]:
     return {output.name: arranged.whole(output) for output in arranged.outputs}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", FILES)
 def test_a_model_gives_the_logits_that_it_had(tmp_path: Path, case: str) -> None:
     config, tensors = make(case)

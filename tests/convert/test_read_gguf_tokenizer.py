@@ -195,6 +195,7 @@ def as_metadata(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("pre", EXPRESSIONS)
 def test_byte_level_bpe_gives_the_same_ids(tmp_path: Path, trained: Any, pre: str) -> None:
     original = trained[pre]

@@ -88,6 +88,7 @@ def test_a_model_without_single_experts_is_refused(tmp_path: Path, outcome: Outc
     assert [path.name for path in tmp_path.iterdir()] == ["source"]  # before anything is measured
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("recipe", ["bf16", "8bit-g32"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("case", ["qwen3_moe-v4", "deepseek_v3-v4", "llama-v4"])

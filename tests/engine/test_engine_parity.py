@@ -34,6 +34,7 @@ def assert_parity(logits: np.ndarray, expected: np.ndarray) -> None:
     assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", on_short_pages(runs(LAST[1::8], LAST[1::2])))
 def test_chunks_beside_others(case: str) -> None:
     ids, expected = reference(case)
@@ -48,6 +49,7 @@ def test_chunks_beside_others(case: str) -> None:
     assert outcome.token_ids == [int(expected[-1].argmax())]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", on_short_pages(runs(FIRST[::8], FIRST[::2])))
 def test_steps_beside_others(case: str) -> None:
     """The reference's own tokens, forced one by one after two beginnings of them in one batch, so

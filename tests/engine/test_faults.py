@@ -318,6 +318,7 @@ def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
             assert harness.drain()[name].token_ids == expected
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("at", "late", "also_launch"),
     [  # every second one, the others in the slow run

@@ -68,6 +68,7 @@ class FakeGpu:
 PARAMS = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("message", [WATCHDOG, TIMEOUT, VICTIM])
 @pytest.mark.parametrize("timed", [False, True])
 def test_a_stopped_step_is_tried_again_at_half_its_size(message: str, timed: bool) -> None:

@@ -57,6 +57,7 @@ def prompt_logits(model: object, *, beside: bool) -> np.ndarray:
     return np.concatenate(outcomes["it"].logits)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -73,6 +74,7 @@ def test_a_prompt_beside_others_is_the_prompt_alone(case: str, dtype: str) -> No
     np.testing.assert_array_equal(alone, beside)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", CASES)
 def test_16_bits_are_the_same_model(case: str) -> None:
     exact = prompt_logits(narrow_model(case, "float32"), beside=False)

@@ -11,6 +11,7 @@ CASES = [  # one that is the same model under other names is drawn
 ]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_the_reference_in_chunks_and_company(name: str) -> None:
     with np.load(DATA / f"{name}.npz") as reference:

@@ -186,6 +186,7 @@ class MicroBatchBench(Bench):
         self.scheduler.commit(batch, [7] * len(batch.sampling))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("num_streams", [1, 8])
 @pytest.mark.parametrize("slowness", [(1, 1), (1, 1, 1, 1), (1, 1, 2)])
 def test_stages_are_busy_with_micro_batches_and_a_slice_is_what_all_take(
@@ -239,6 +240,7 @@ def test_stages_are_busy_where_all_steps_verify_proposals(num_stages: int) -> No
     assert tokens == pytest.approx(3 * 8 / num_stages * (counters.steps - num_steps), rel=0.1)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("slowness", [(1, 3), (1, 1, 1, 1)])
 @pytest.mark.parametrize(("chip", "model"), CASES)
 def test_a_slice_is_what_all_stages_take(
@@ -275,6 +277,7 @@ def test_a_long_prompt_alone_is_as_quick_as_with_its_best_chunk(chip: str, model
     assert alone(warm) - began_s <= 1.09 * best  # the best may take longer steps than are safe
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("chip", "model"), CASES)
 def test_no_step_of_a_long_prompt_alone_takes_many_seconds(chip: str, model: str) -> None:
     bench = Bench(chip, model)

@@ -29,6 +29,7 @@ def check(first: list[int], second: list[int], computed: int, **changes: object)
     assert num_computed == computed
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("first", "second", "computed", "changes"),
     [

@@ -57,6 +57,7 @@ def assert_alike(ours: dict[str, Outcome], others: dict[str, Outcome]) -> None:
             assert np.isclose(one.logprob, other.logprob, atol=1e-4)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", RUNS)
 def test_answers_are_those_of_steps_that_compute_all_rows(case: str) -> None:
     assert_alike(answers(case, all_rows=False), answers(case, all_rows=True))
@@ -89,6 +90,7 @@ def test_random_programs_answer_as_steps_that_compute_all_rows(
     assert_alike(*outcomes)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["qwen3-v4", "gemma3_text-v4", *SHARING])
 def test_late_blocks_see_the_rows_that_are_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last layer that stores anything, and of all behind it, whose keys are earlier ones."""

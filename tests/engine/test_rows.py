@@ -37,6 +37,7 @@ def idle(chip: str, model: str) -> tuple[float, float]:
     return bench.token_s["first"][0], bench.longest_gap("first")
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("prompts", [0, 40])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chip", CHIPS)
@@ -167,6 +168,7 @@ def test_what_a_busy_machine_measured_is_soon_forgotten() -> None:
     assert bench.scheduler.prefill.page_s <= 1.5 * PAGE * 0.02
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_half_of_all_tokens_remains_beside_a_light_tenant(chip: str, model: str) -> None:

@@ -120,6 +120,7 @@ def test_streamed_tokens_equal_resident_tokens(data: st.DataObject) -> None:
     harness.loop.close()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "times"),  # the slots of a layer, in the experts of a token
     every(

@@ -46,6 +46,7 @@ def work_of(batch: Batch) -> Counter[Tenant]:
     return work
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(40))
 def test_random_programs_of_tenants(seed: int) -> None:
     """Slots go by weight, none stays free, every request ends, and all pages come back."""
@@ -239,6 +240,7 @@ def test_steps_to_a_first_token_beside_64_requests(tenant: Tenant, least: int, m
     assert least <= steps <= most
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("weight", [0.5, 1, 3])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_flood_evicts_no_prefix_within_another_share(seed: int, weight: float) -> None:
@@ -359,6 +361,7 @@ def test_a_small_request_passes_one_that_waits_for_memory() -> None:
     assert large.finished, "who passes it does so for a slice"
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(10))
 def test_steps_to_a_first_token_in_random_programs(seed: int) -> None:
     """A prompt of a page, of a tenant without requests: each other tenant may go first, once."""

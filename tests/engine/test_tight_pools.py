@@ -8,6 +8,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["qwen3-v4", "mistral-v4", "gemma3_text-v4"])
 @pytest.mark.parametrize("length", [39, 48, 101])
 def test_a_repeated_prompt_fits_in_a_pool_of_its_own_size(case: str, length: int) -> None:

@@ -68,6 +68,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
 @given(value=VALUES)
 def test_a_rewritten_schema_accepts_the_same_values(schema: dict[str, Any], value: Any) -> None:

@@ -53,6 +53,7 @@ def test_pull_asks_and_fetches_only_what_is_new(standin: StandIn) -> None:
     assert hub.resolve("org/tiny") == new
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 @pytest.mark.parametrize("linked", [True, False])
 def test_pull_replaces_a_file_of_the_wrong_size(standin: StandIn, name: str, linked: bool) -> None:
@@ -174,6 +175,7 @@ def test_a_server_that_sends_nothing_more_is_given_up(standin: StandIn) -> None:
     assert len(standin.asked_for(f"GET {CDN}")) == hub_download.MAX_FAILURES
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "asked", ["0", "", "\u00b2", "-1", "1e9", "soon", "Wed, 21 Oct 2015 07:28:00 GMT"]
 )

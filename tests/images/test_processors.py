@@ -80,6 +80,7 @@ def _no_rows(*_: object) -> None: ...
 def _flat(self: object) -> None: ...
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", PIL_FAMILIES)
 def test_pixels_are_those_of_the_pil_backend(name: str) -> None:
     case, known = FAMILIES[name], references()

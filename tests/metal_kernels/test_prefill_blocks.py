@@ -24,6 +24,7 @@ def expected(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, start: i
     return np.einsum("hns,hsv->nhv", weights, values)
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("start", "count", "most_keys"), [(0, 20, 64), (70, 33, 512), (70, 9, 32), (64, 40, 64)]

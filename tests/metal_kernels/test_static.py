@@ -101,6 +101,7 @@ def attention(dtype: str, bits: str, dim: int, rows: tuple[int, int], prefill: b
 FEW_ROWS = {False: ROWS[1::5], True: [(group, sum(counts)) for group, counts in CHUNKS[1::4]]}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("prefill", [False, True], ids=["tokens", "prompts"])
 @pytest.mark.parametrize(("dtype", "bits", "dim"), every(29, ALL))
 def test_attention_compiles_without_findings(

@@ -51,6 +51,7 @@ def some(names: list[str], case: str) -> list[str]:
     return names[list(CASES).index(case) * 5 % 14 :: 14]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", every(2, LAST))
 def test_every_tensor_must_be_there_and_have_its_shape(case):
     """The message has the decoder's name: of Mixtral's w1, gate_proj."""
@@ -137,6 +138,7 @@ def test_stored_output_matrix_counts_even_if_the_config_ties_it(tmp_path):
     assert not model.config.tie_word_embeddings
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("outer", "case", "inner"),
     every(

@@ -54,6 +54,7 @@ LEFT_OUT = {
 COMPARED = [case for case in CASES if case not in LEFT_OUT]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", every(12, COMPARED))
 def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
     config = dict(tiny_config(case))

@@ -45,6 +45,7 @@ def assert_parity(logits: mx.array, reference: np.ndarray) -> None:
     assert (ours.argmax(-1) == reference.argmax(-1)).all()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", runs(FIRST[::2], CASES), indirect=True)
 def test_one_shot_logits_equal_the_reference(case):
     model, ids, reference = case
@@ -53,6 +54,7 @@ def test_one_shot_logits_equal_the_reference(case):
     assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", runs(LAST[::4], LAST), indirect=True)
 def test_chunked_and_stepped_logits_equal_the_reference(case):
     model, ids, reference = case
@@ -66,6 +68,7 @@ def test_chunked_and_stepped_logits_equal_the_reference(case):
     assert_parity(mx.concatenate(parts), reference)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", runs(FIRST[::4], FIRST))
 def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""

@@ -57,6 +57,7 @@ LARGE = {  # tens of thousands of tensors each: seconds
 }  # fmt: skip
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "name",
     every(2, [pytest.param(n, marks=[pytest.mark.slow] if n in LARGE else []) for n in PUBLISHED]),

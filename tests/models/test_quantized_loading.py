@@ -47,6 +47,7 @@ def assert_same(folder: Path, config: dict, arrays: dict[str, mx.array], stated,
     assert packed.num_bytes < 0.6 * plain.num_bytes
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "form"),
     [  # each format in one of the models, in all of them in the slow run

@@ -45,6 +45,7 @@ def features(model, name: str) -> np.ndarray:
     return np.array(mx.concatenate([one.vectors for one in result]).astype(mx.float32))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", QWEN_CASES)
 @pytest.mark.parametrize("rename", [published_names, lambda tensors, _: converted_names(tensors)])
 def test_names_and_layouts_of_others_give_the_same_model(tmp_path, name, rename):

@@ -64,6 +64,7 @@ def assert_close(ours: np.ndarray, reference: np.ndarray) -> None:
     assert np.abs(ours - reference).max() <= 1e-4 * max(1.0, reference.std())
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("older", [False, True], ids=["new names", "published names"])
 @pytest.mark.parametrize("name", PICTURE_CASES)
 def test_features_equal_the_reference(name, older, tmp_path):
@@ -73,6 +74,7 @@ def test_features_equal_the_reference(name, older, tmp_path):
         assert_close(np.array(mx.concatenate(actual)), reference["features"])
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", PICTURE_CASES)
 def test_16_bits_stay_16_bits(name, tmp_path):
     """Nothing widens the states of patches, and the features are near those of 32 bits."""
@@ -196,6 +198,7 @@ def mlx_layout(tensors: dict[str, np.ndarray]) -> dict[str, mx.array]:
     return by_name
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", PICTURE_CASES)
 def test_a_conversion_for_mlx_loads(name, tmp_path):
     """Features of quantised matrices are like those of the checkpoint."""

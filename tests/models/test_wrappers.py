@@ -38,6 +38,7 @@ def tensors_of(outer):
     }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("outer", every(2, CASES))
 def test_the_text_of_a_model_that_sees_is_that_of_transformers(tmp_path, outer):
     """Written by `tests/data/parity/wrappers.py`; tensors of the tower are there, and left out."""

@@ -320,6 +320,7 @@ def test_rows_that_do_not_wait_are_not_held():
     assert not other._queues
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(8))
 def test_tenants_share_passes_by_weight(seed: int) -> None:
     """Both always have rows; their tokens for their weight differ by two passes at most."""

@@ -46,6 +46,7 @@ def logits_of(model: LanguageModel) -> np.ndarray:
     return np.array(model.logits(hidden))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("size", [2, 4] if ALL else [2])
 @pytest.mark.parametrize("case", EVERY if ALL else SOME)
 def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypatch):
@@ -117,6 +118,7 @@ def test_rank_0_has_what_sees_pictures(pipeline, tmp_path):
     assert all(mx.array_equal(*pair) for pair in pairs)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("size", [2, 3] if ALL else [2])
 @pytest.mark.parametrize("case", CASES if ALL else SOME_STAGED)
 def test_stages_give_the_logits_of_the_whole_model(case, size, tmp_path):

@@ -164,6 +164,7 @@ def rests(server: Held, before: int) -> None:
     wait_until(server.has_all_back)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("point", POINTS)
 def test_all_comes_back_from_a_client_that_leaves(held: Held, point: str) -> None:
     seed = time.time_ns() % 10**6

@@ -17,6 +17,8 @@ from PIL import Image, ImageDraw
 from mlxinfer.server.store import ResponseStore
 from tests.pdf_files import pdf
 
+pytestmark = pytest.mark.demo
+
 types = pytest.importorskip("openresponses_types.types")
 RESPONSES = "/v1/responses"
 PLACE = {"type": "string", "description": "The city and state, e.g. San Francisco, CA"}

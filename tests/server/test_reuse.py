@@ -186,6 +186,7 @@ def server() -> Iterator[LiveServer]:
         yield opened
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
 def test_each_api_says_on_request_why_no_more_was_reused(

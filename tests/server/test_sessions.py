@@ -19,6 +19,8 @@ from mlxinfer.server.keys import ApiKeys
 from mlxinfer.session.saved import NamedSessions
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo
+
 LONG = "A cat sat on a mat, and a dog saw the cat. " * 12
 PAGE = 16
 

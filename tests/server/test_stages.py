@@ -152,6 +152,7 @@ def fail_whole(server: LiveServer, **fields: Any) -> None:
     assert SECRET not in answer.text
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", BEFORE)
 def test_before_the_first_token(live: LiveServer, name: str, stream: bool) -> None:
@@ -216,6 +217,7 @@ def single() -> Iterator[LiveServer]:
         server.check_idle()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
 def test_in_a_step(single: LiveServer, name: str) -> None:
     """Requests that wait while a step fails are answered as ever."""

@@ -265,6 +265,7 @@ def messages(clients: Clients, max_tokens: int, stream: bool) -> Seen:
 ASKS: list[Ask] = [chats, responses, messages]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "every", [3, pytest.param(1, marks=pytest.mark.slow)], ids="every_{}".format
 )

@@ -33,6 +33,7 @@ def references() -> Any:
     return np.load(REFERENCES)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("title", CLIPS)
 def test_tokens_and_pixels_are_those_of_transformers(seeing: tuple[str, LLM], title: str) -> None:
     name, llm = seeing

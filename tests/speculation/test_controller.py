@@ -60,6 +60,7 @@ def test_elsewhere_nine_tenths_of_the_best_fixed_depth(machine: Machine) -> None
         assert controlled(given, num_tokens=TOKENS).rate >= 0.9 * best, acceptance
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("num_sequences", [pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("machine", MACHINES, ids=names)
 def test_many_at_once_get_nine_tenths_of_the_best_fixed_depth(

@@ -19,7 +19,7 @@ from mlxinfer.speculation.sources import open_speculation
 from mlxinfer.speculation.speculation import Speculation
 from mlxinfer.text import Tokenizer
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.demo]
 
 HELD_OUT = Path(__file__).parents[2] / "benchmarks" / "held_out.txt"
 

@@ -66,6 +66,7 @@ def speculation_of(
     return Speculation([source], FixedDepth(depth), max_depth=depth), source
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", every(3, MTP_CASES))
 def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> None:
     """Greedy and drawn: both draw with the same random numbers."""
@@ -197,6 +198,7 @@ def rms(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", REFERENCE_CASES)
 def test_an_mtp_head_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
     """In several parts, with names as published."""

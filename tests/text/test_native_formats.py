@@ -252,6 +252,7 @@ def generated(tokenizer, grammar, rng):
     return ids
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
 @pytest.mark.parametrize("name", every(2, FORCED))
 def test_forced_calls_are_read_back(name, has_tokens):

@@ -118,6 +118,7 @@ def test_levels_of_thinking_are_those_of_the_model(kind):
     assert render(kind, HI, **thinking.variables("none")[0]).endswith("</think>")
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("thought", [THOUGHT, ""])

@@ -73,6 +73,7 @@ some_calls = st.lists(
 cut_places = st.lists(st.integers(0, 1000), max_size=8)
 
 
+@pytest.mark.alike
 @every_writer
 @few
 @given(calls=some_calls, cuts=cut_places)
@@ -94,6 +95,7 @@ def fragments(name):
     )
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", FORMATS)
 @few
 @given(data=st.data(), cuts=cut_places)

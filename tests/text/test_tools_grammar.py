@@ -45,6 +45,7 @@ def written(name, writer, calls):
     return text.replace("'", '"')
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @every_format
 def test_calls_are_allowed_and_text_is_not(kind, name, writer):
@@ -68,6 +69,7 @@ def test_what_the_schema_forbids_is_not_allowed(name, writer):
         assert not allowed("text", grammar, text), text
 
 
+@pytest.mark.alike
 @every_format
 def test_one_tool_and_one_call(name, writer):
     tokenizer, known = TOKENIZERS["special"], FORMATS[name]

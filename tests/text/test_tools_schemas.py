@@ -54,6 +54,7 @@ def text_of(name, writer, arguments, function="f"):
     return written(name, writer, [(function, arguments)])
 
 
+@pytest.mark.alike
 @every_core
 def test_a_forced_call_keeps_to_the_whole_schema(name, writer):
     for title, schema in WHOLE.items():
@@ -193,6 +194,7 @@ def test_gemma_keeps_to_types_and_bounds(name, schema, right, wrong):
     assert not allowed("text", grammar, text_of(name, writer, {"a": wrong}))
 
 
+@pytest.mark.alike
 @every_format
 @pytest.mark.parametrize(
     ("function", "key"), [("ns/tool", "user-id"), ("mcp:search", "x.y"), ("a.b-c", "$a@b:c")]

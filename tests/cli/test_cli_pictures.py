@@ -107,24 +107,6 @@ def test_run_reads_a_picture_from_a_pipe(
     assert seeing.options[0]["images"] == [photo.read_bytes()]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["What?", "--image", "/no/such.png"], 1, "There is no file"),
-        (["--image", "-"], 2, "give the PROMPT"),
-        (["What?", "--image", "-", "--image", "-"], 2, "one picture"),
-        (["--raw", "What?", "--image", "/no/such.png"], 2, "--image needs a chat template"),
-    ],
-)
-def test_run_says_what_is_wrong(
-    seeing: FakeLLM, outcome: Any, arguments: list[str], code: int, said: str
-) -> None:
-    seen = outcome("run", *arguments)
-    assert seen.code == code
-    assert said in seen.err
-    assert not seeing.asked
-
-
 def test_run_names_the_picture_that_is_none(
     seeing: FakeLLM, outcome: Any, photo: Path, tmp_path: Path
 ) -> None:

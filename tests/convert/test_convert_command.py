@@ -192,39 +192,6 @@ def test_failing_the_limit_is_exit_status_one(
     assert json.loads((tmp_path / "out" / "report.json").read_text())["passed"] is False
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--bits", "4", "--recipe", "8bit"], "exclude each other"),
-        (["--resume", "--restart"], "exclude each other"),
-        (["--target-bpw", "4", "--fast"], "needs calibration"),
-        (["--target-bpw", "4", "--bits", "4"], "leave out --bits"),
-        (["--target-size", "4GB", "--group-size", "32"], "leave out --group-size"),
-        (["--target-bpw", "77"], "1<x<=32"),
-        (["--target-bpw", "0.5"], "1<x<=32"),
-        (["--target-size", "much"], "such as '8GB'"),
-        (["--shard-size", "0"], "expected a number of bytes"),
-        (["--max-memory", "lots"], "expected a number of bytes"),
-        (["--recipe", "4bits"], "no recipe '4bits'. Expected 2bit, 3bit, 4bit, 5bit"),
-        (["--recipe", "7bit"], "mxfp4, mxfp8, nvfp4, bf16, fp16, fp32, dense or keep"),
-        (["--bits", "7"], "'2', '3', '4', '5', '6', '8'"),
-        (["--group-size", "48"], "'32', '64', '128'"),
-        (["--recipe", "mxfp4", "--group-size", "64"], "mxfp4 has groups of its own"),
-        (["--recipe", "bf16", "--dtype", "float16"], "disagree"),
-        (["--set", "lm_head"], "expected PATTERN=FORMAT"),
-        (["--set", "lm_head=9bit"], "no format"),
-        (["--calibration", "/no/such.txt"], "/no/such.txt cannot be read: No such file"),
-    ],
-)
-def test_wrong_usage_is_exit_code_2_and_writes_nothing(
-    source: Path, tmp_path: Path, outcome: Outcome, options: list[str], words: str
-) -> None:
-    seen = outcome(source, tmp_path / "out", *options)
-    assert seen.code == 2, seen.err
-    assert words in seen.err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
-
-
 def test_figures_and_the_line_where_they_are_missing(
     source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
 ) -> None:

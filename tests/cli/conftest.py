@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).parents[1] / "hub"))
 from fake_llm import FakeLLM
 from standin_fixtures import cache, standin
 
+from mlxinfer.cli._chat_session import ChatSession
+
 __all__ = ["cache", "standin"]
 
 
@@ -31,6 +33,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     for module in ("run", "chat", "_open"):
         monkeypatch.setattr(f"mlxinfer.cli.{module}.open_llm", open_fake, raising=True)
     return llm
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> FakeLLM:
+    """One that is handed over, where no command opens it."""
+    return FakeLLM(tmp_path / "model")
+
+
+@pytest.fixture
+def session(llm: FakeLLM) -> ChatSession:
+    """A chat with it."""
+    return ChatSession("fake", lambda _: llm)
 
 
 @pytest.fixture

@@ -11,16 +11,6 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
 
 
-@pytest.fixture
-def llm(tmp_path: Path) -> FakeLLM:
-    return FakeLLM(tmp_path / "model")
-
-
-@pytest.fixture
-def session(llm: FakeLLM) -> ChatSession:
-    return ChatSession("fake", lambda _: llm)
-
-
 def contents(session: ChatSession) -> list[str]:
     return [message["content"] for message in session.messages]
 

@@ -29,16 +29,6 @@ class Typist:
         raise line
 
 
-@pytest.fixture
-def llm(tmp_path: Path) -> FakeLLM:
-    return FakeLLM(tmp_path / "model")
-
-
-@pytest.fixture
-def session(llm: FakeLLM) -> ChatSession:
-    return ChatSession("fake", lambda _: llm)
-
-
 def talk(session: ChatSession, *lines: Any) -> str:
     screen = io.StringIO()
     converse(session, Typist(*lines), Console(file=screen, width=80))

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -425,18 +425,17 @@ def test_one_request_gets_no_more_pages_than_it_may_ask_for(
         assert len(pages.entries(held[:1] * 1000)) == 4 * entry_bytes(PAGE, size)
 
 
+def held_by(gate: threading.Event) -> Callable[[str, list[bytes], bytes], bytes]:
+    """A fault of a peer: its replies wait."""
+    return lambda path, keys, reply: reply if gate.wait(LIMIT_S) else b""
+
+
 def test_clients_that_leave_cost_a_peer_nothing() -> None:
-    gate = threading.Event()
-
-    def fault(path: str, keys: list[bytes], reply: bytes) -> bytes:
-        gate.wait(LIMIT_S)
-        return reply
-
-    ids = prompt(140)
-    with engine("qwen3-v4") as first, served(first, fault) as peer:
+    ids, gate = prompt(140), threading.Event()
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with engine("qwen3-v4") as first, served(first, held_by(gate)) as peer:
         answer(first, ids)
         with engine("qwen3-v4", (peer.url,)) as second:
-            events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
             for n in range(8):  # more than may ask at once
                 second.submit(Request(f"gone {n}", prompt(140, n), FEW), events.put)
             time.sleep(0.3)
@@ -448,17 +447,11 @@ def test_clients_that_leave_cost_a_peer_nothing() -> None:
 
 
 def test_requests_go_on_while_one_waits_for_peers() -> None:
-    gate = threading.Event()
-
-    def fault(path: str, keys: list[bytes], reply: bytes) -> bytes:
-        gate.wait(LIMIT_S)
-        return reply
-
-    ids = prompt(140)
-    with engine("qwen3-v4") as first, served(first, fault) as peer:
+    ids, gate = prompt(140), threading.Event()
+    events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+    with engine("qwen3-v4") as first, served(first, held_by(gate)) as peer:
         answer(first, ids)
         with engine("qwen3-v4", (peer.url,)) as second:
-            events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
             second.submit(Request("waits", ids, FEW), events.put)
             second.submit(Request("gone", prompt(140, 5), FEW), events.put)
             assert answer(second, prompt(20))[0] == plain("qwen3-v4", prompt(20))

@@ -4,6 +4,7 @@ Decode and verification, and prompts in tiles: `pytest -m slow -s tests/metal_ke
 """
 
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,21 +31,17 @@ def draw(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Sce
     batch = int(rng.choice(BATCHES))
     queries = [most, *rng.integers(1, most + 1, batch - 1).tolist()]
     lengths = [max(int(rng.choice(LENGTHS)), count) for count in queries]
+    shape = shape_of(rng, group, dim)
+    blocks = None if index % 2 else int(rng.choice([1, 2, 4]))
+    return Scene(lengths, queries, **shape, item_blocks=blocks, seed=index, **fixed)
+
+
+def shape_of(rng: np.random.Generator, group: int, dim: int) -> dict[str, Any]:
+    """Of a scene, what no scene has of its own."""
     window, sinks = REACHES[int(rng.integers(len(REACHES)))]
-    return Scene(
-        lengths,
-        queries,
-        kv_heads=int(rng.integers(1, 3)),
-        group=group,
-        key_dim=dim,
-        value_dim=dim,
-        window=window,
-        sinks=sinks,
-        page_size=int(rng.choice([16, 16, 32])),
-        item_blocks=None if index % 2 else int(rng.choice([1, 2, 4])),
-        seed=index,
-        **fixed,
-    )
+    shape = {"kv_heads": int(rng.integers(1, 3)), "group": group, "key_dim": dim, "value_dim": dim}
+    page_size = int(rng.choice([16, 16, 32]))
+    return {**shape, "window": window, "sinks": sinks, "page_size": page_size}
 
 
 CHUNKS = ((1, [9]), (1, [40, 17]), (2, [64]), (4, [33, 12, 20]), (6, [25]), (8, [21]), (16, [12]))
@@ -54,22 +51,10 @@ NUM_CHUNK_SCENES = 7
 def draw_chunks(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Scene:
     """Chunks of some sequences, whole or with something before them."""
     group, queries = CHUNKS[index % len(CHUNKS)]
-    window, sinks = REACHES[int(rng.integers(len(REACHES)))]
-    return Scene(
-        [count + int(rng.choice([0, 1, 15, 16, 64, 100])) for count in queries],
-        queries,
-        kv_heads=int(rng.integers(1, 3)),
-        group=group,
-        key_dim=dim,
-        value_dim=dim,
-        window=window,
-        sinks=sinks,
-        page_size=int(rng.choice([16, 16, 32])),
-        item_blocks=1 if index % 3 == 2 else None,
-        prefill=True,
-        seed=index,
-        **fixed,
-    )
+    lengths = [count + int(rng.choice([0, 1, 15, 16, 64, 100])) for count in queries]
+    shape = shape_of(rng, group, dim)
+    blocks = 1 if index % 3 == 2 else None
+    return Scene(lengths, queries, **shape, item_blocks=blocks, prefill=True, seed=index, **fixed)
 
 
 ALL = [*product(DTYPES, FORMATS, DIMS), *LARGE]

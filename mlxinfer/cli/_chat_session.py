@@ -394,7 +394,7 @@ def _stats(session: ChatSession, _: str) -> CommandReply:
 
 
 def _figures(stats: dict[str, Any]) -> list[tuple[str, str]]:
-    """Memory, and the work that was saved; a server says of these only its weights."""
+    """Memory, and the work saved by the cache; a server gives its weights alone."""
     if "groups" not in stats:
         return [("memory", f"{human_bytes(stats['weights_bytes'])} of weights at the server")]
     read = stats.get("prompt_tokens_computed", 0) + stats.get("prompt_tokens_reused", 0)

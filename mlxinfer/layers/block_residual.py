@@ -57,7 +57,7 @@ class MessageGate:
 
 @dataclass(slots=True, eq=False)
 class Messages:
-    """What a layer reads of the pass before."""
+    """The messages of the previous pass that a layer reads."""
 
     queries: mx.array  # (4, hidden) float32, of the mixtures for queries, keys, values and the MLP
     gates: Sequence[MessageGate]  # of the four

@@ -19,7 +19,7 @@ from .step import Arrays, Step
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """A matrix of keys and values for each head, which every token decays and corrects in part.
+    """One matrix per head that maps keys to values; each token decays it and corrects a part.
 
     See `DeltaStep`.
 

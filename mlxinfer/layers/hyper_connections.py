@@ -48,7 +48,7 @@ class Inject(Protocol):
         """The kernels of the part."""
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """What is added to streams x (T, n * hidden), of that shape."""
+        """The array that is added to the streams x (T, n * hidden), of their shape."""
 
 
 @dataclass(slots=True, eq=False)

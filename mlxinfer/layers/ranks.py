@@ -66,7 +66,7 @@ class Sums:
         self._held = False
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """The sum of every rank's x, plus the residual, which all of them have."""
+        """The sum of every rank's x, plus the residual, which every rank has."""
         if not self._held:
             x = self.link.sum(x, "layers")
         return x if residual is None else residual + x
@@ -153,7 +153,7 @@ class AbsentMixer(Mixer):
 
 
 class AbsentLayer(Layer):
-    """A layer that another rank has: x stays as it is."""
+    """A layer on another rank: x passes unchanged."""
 
     __slots__ = ("mixer",)
 

@@ -67,7 +67,7 @@ class StepFeatures(NamedTuple):
 
 
 class Taps:
-    """Hidden states of a step that are wanted beside its logits.
+    """Hidden states that a step returns beside its logits.
 
     Args:
         layers: indices of the layers to keep the outputs of; `FINAL`: what the logits are made of.
@@ -157,14 +157,14 @@ class Step:
         self.narrows = self.features is None or index >= len(self.features.deep)
 
     def narrow(self, x: mx.array) -> mx.array:
-        """Leave out rows that nothing reads, from the mixer on that is the last one to store.
+        """Leave out rows that nothing reads, beginning with the last mixer that stores.
 
         Of a prompt only the last token gives logits. The last mixer stores what it keeps of all
         tokens, and nearly all of its other work would be for nothing: its attention, its output
         projection and the feed-forward block. The same is true of layers behind it, which read the
         keys of earlier ones.
 
-        If `narrows`, a layer calls it just before its mixer. The mixer gets all rows, and returns
+        If `narrows`, a layer calls this just before its mixer. The mixer gets all rows, and returns
         those that are left. Layers that never call it compute all rows.
 
         Args:

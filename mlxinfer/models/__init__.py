@@ -167,7 +167,7 @@ def _load_part(
     link: "Link",
     options: dict[str, Any],
 ) -> tuple["Model | StageModel", "Model", int]:
-    """What a rank runs, the decoder in it, and the bytes read for it; share None: its layers."""
+    """The part that a rank runs, its decoder, and the bytes read; `share` None: whole layers."""
     from .registry import family
     from .stage import load_stage
     from .weights.source import Checkpoint

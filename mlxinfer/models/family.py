@@ -118,7 +118,7 @@ class Family:
 
     @classmethod
     def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """The same where the config has no list of them."""
+        """`layer_types` of a config without a list of them."""
         return read_layer_types(fields, num_layers)
 
     @classmethod
@@ -168,7 +168,7 @@ class Family:
 
     @classmethod
     def unread(cls, config: ModelConfig, layers: range) -> Sequence[str]:
-        """What the names of tensors of some layers begin with that are of no use for a text."""
+        """Beginnings of the names of tensors in `layers` that a text model does not use."""
         return ()
 
     @classmethod
@@ -183,7 +183,7 @@ class Family:
 
     @classmethod
     def mtp_blocks(cls, config: ModelConfig) -> tuple[str, ...]:
-        """What each layer of a predictor is, see `ModelConfig.blocks`; none: it has one layer."""
+        """The kinds of a predictor's layers, see `ModelConfig.blocks`; empty: it has one layer."""
         return ()
 
     # -- the checkpoint -------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Family:
 
     @property
     def mtp_streams(self) -> int:
-        """The same that a predictor reads and gives."""
+        """Residual streams of a predictor."""
         return self.num_streams
 
     def mtp_norm(self, path: str) -> Norm | None:

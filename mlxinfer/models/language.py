@@ -92,7 +92,7 @@ class LanguageConfig(Protocol):
 
     @property
     def definition_version(self) -> str:
-        """What defines the model and its version, where that is another library; else empty."""
+        """Name and version of the library that defines the model; empty: this one does."""
         ...
 
     @property

@@ -76,7 +76,7 @@ def load_mtp(folder: Path, model: Model) -> Predictor:
 
 
 class _Names:
-    """Renames a predictor's tensors to those of more layers; None: the tensor is none of them.
+    """Renames a predictor's tensors to those of further layers; None: not a predictor's.
 
     Args:
         first, count: of these layers.

@@ -315,7 +315,7 @@ def predictors_read(names: Iterable[str], config: Any) -> tuple[int, int]:
 
 
 def predictors_text(count: int, read: int) -> str:
-    """What `predictors_read` found, in words."""
+    """The result of `predictors_read` in words."""
     what = f"{count} heads that predict" if count > 1 else "a head that predicts"
     if read == count:
         return f"{what} tokens further ahead (--speculate mtp)"

@@ -85,7 +85,7 @@ def largest_entries(rows: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 
 def _through_blocks(rows: mx.array, k: int) -> bool:
-    """Whether k blocks are so much less than the row that finding them first is worth it."""
+    """Whether it pays to find the k best blocks of a row before sorting."""
     return 2 * k * BLOCK <= rows.shape[-1]
 
 

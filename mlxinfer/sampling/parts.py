@@ -110,11 +110,11 @@ class PartRows:
         return logits
 
     def counts(self, turn: Turn) -> NDArray[np.int64]:
-        """(P,) of these rows."""
+        """(P,) counts of these rows."""
         return turn.counts[self.places]
 
     def recent(self, turn: Turn) -> mx.array | None:
-        """(P, n) of these rows."""
+        """(P, n) recent tokens of these rows."""
         places, recent = self.device_places, turn.recent
         return recent if recent is None or places is None else recent[places]
 
@@ -552,7 +552,7 @@ def _lowest_enough(mass: mx.array, goal: mx.array) -> mx.array:
 
 
 def _half_that_decides(bits: mx.array, goal: mx.array) -> tuple[mx.array, mx.array | None]:
-    """Halve the values, again and again, to the half in which the mass from the top meets `goal`.
+    """Halve the values repeatedly: keep the half in which the mass from the top reaches `goal`.
 
     This is quickselect for a mass, with the same shapes for all rows. A row keeps its upper half
     where the mass from there up is enough, else its lower half.

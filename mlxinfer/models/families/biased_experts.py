@@ -196,7 +196,7 @@ class Ernie4_5VLMoE(Ernie4_5MoE):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """Of what is stated for texts and for pictures, the first."""
+        """The first of the values stated for texts and for pictures."""
         values = {
             key: value[0] if key.startswith("moe_") and isinstance(value, list) else value
             for key, value in config.values.items()

@@ -276,7 +276,7 @@ class Inkling2Loop(Family):
 
     @cached_property
     def _shared(self) -> dict[int, dict[str, Any]]:
-        """What all visits of a layer of the core share, by its index; filled by the first."""
+        """The parts that all visits of a layer of the core share; the first visit makes them."""
         return {}
 
     @property
@@ -419,7 +419,7 @@ class Inkling2Loop(Family):
         return taps, proj
 
     def _messages(self, path: str, stored: int) -> Messages | None:
-        """What a layer of the core has for later passes; None: it is in no core."""
+        """The messages that a layer of the core leaves for later passes; None: it is in no core."""
         loop, rank = self._loop, self.config.fields.integer("loop_gate_rank", high=2**20)
         hidden, weights = self.config.hidden_size, self.weights
         if not loop.start <= stored < loop.stop:

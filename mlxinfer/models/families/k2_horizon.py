@@ -89,7 +89,7 @@ class K2Horizon(Family):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the part of heads that turns, and without experts where there are none of them."""
+        """With the part of a head that turns; without fields of experts if the model has none."""
         values = dict(config.values)
         if (turning := values.get("rope_head_dim")) is not None:
             heads = config.integer("num_attention_heads", high=2**14)

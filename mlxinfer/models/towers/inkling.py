@@ -108,7 +108,7 @@ class InklingEmbed:
 
 
 def centred(places: int, count: int) -> NDArray[np.float32]:
-    """(count, places) weights of places for points of which each is the middle of a part."""
+    """(count, places) weights of places for points that are the middles of equal parts."""
     at = (np.arange(count, dtype=np.float32) + np.float32(0.5)) * np.float32(places / count)
     at = (at - np.float32(0.5)).clip(0, places - 1)
     weights = 1 - np.abs(at[:, None] - np.arange(places, dtype=np.float32))

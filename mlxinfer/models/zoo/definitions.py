@@ -345,7 +345,7 @@ class _Body:
 
     @contextlib.contextmanager
     def replaced(self, given: mx.array | None = None) -> Iterator["_Watched"]:
-        """Let the part return `given`; None: what it computes, which is kept."""
+        """Let the part return `given`; None: it computes its result and keeps it."""
         part = self._owner[self._name]
         watched = _Watched(part, given)
         setattr(self._owner, self._name, watched)

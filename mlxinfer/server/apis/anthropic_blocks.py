@@ -175,7 +175,7 @@ def _turn(
 def _earlier_answer(
     content: str | list[ContentBlock], path: str, skipped: list[str], *, is_earlier: bool
 ) -> Plain:
-    """An earlier answer: its text, reasoning and calls; one to be continued is not `is_earlier`."""
+    """An answer: text, reasoning, calls. `is_earlier`: it stands before the newest turn."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     of_type: dict[str, list[ContentBlock]] = {"text": [], "thinking": [], "tool_use": []}

@@ -117,7 +117,7 @@ class QuantisedRows:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStats:
-    """The errors of rounding some numbers; those of several parts add up."""
+    """The errors of rounding some numbers; the errors of parts can be added."""
 
     squares: float = 0.0  # of the differences
     weighted: float = 0.0  # the same, each weighted with its channel's importance

@@ -204,7 +204,7 @@ def _check_copy(
 
 @dataclass(slots=True)
 class ScaleLoss:
-    """What rounding the scales of a tensor loses, over all of its blocks."""
+    """The loss from rounding the scales of a tensor, over all of its blocks."""
 
     largest: float = 0.0  # scale
     lost: float = 0.0  # of a scale, at most, where it is more than a share of that scale

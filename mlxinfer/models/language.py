@@ -77,7 +77,7 @@ class LanguageConfig(Protocol):
 
     @property
     def extra_specs(self) -> tuple[IndexSpec | None, ...]:
-        """What layers keep of blocks of tokens beside a window; empty: nothing."""
+        """Specs of what layers keep of blocks of tokens, beside a window; empty: no layer does."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class LanguageConfig(Protocol):
 
     @property
     def verdict(self) -> str:
-        """What runs models of its type, in the words of docs/model_types.md."""
+        """The definition that runs models of its type, in the words of docs/model_types.md."""
         ...
 
     @property

@@ -288,7 +288,7 @@ def family(model_type: str) -> Any:
 
 
 def layer_ahead(name: str, num_layers: int) -> int | None:
-    """Which layer that predicts further ahead a tensor is of, from 0; None: it is the model's.
+    """The number of the predictor layer that a tensor belongs to; None: it is the model's.
 
     `num_layers`: of the model itself; those behind them predict.
     """

@@ -92,7 +92,7 @@ def _mistral3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
 
 
 def _phi3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """A window of 0 says that there is none, as in Phi-4."""
+    """A window of 0 means no window, as in Phi-4."""
     context = config["max_position_embeddings"]
     original = facts.integer("rope.scaling.original_context_length", context)
     if config["rope_scaling"] is not None:  # transformers computes the factor of queries and keys

@@ -128,7 +128,7 @@ def _kimi_delta(name: str, shape: tuple[int, ...]) -> TensorLayout:
 
 
 def _neighbours(shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:
-    """Rows of heads of which a part turns in halves, where transformers has pairs of neighbours."""
+    """Rows of heads whose turning part lies in halves; transformers has pairs of neighbours."""
     dim = int(config["head_dim"])
     turned = round(dim * config["partial_rotary_factor"])
     halves = np.arange(turned).reshape(2, -1).T.reshape(-1)

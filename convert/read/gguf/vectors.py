@@ -36,7 +36,7 @@ def is_dense(name: str) -> bool:
 
 
 def pooling_files(facts: ArchitectureFields, entries: Mapping[str, Entry]) -> dict[str, bytes]:
-    """modules.json and what it names; nothing for a model that generates text."""
+    """modules.json and the files that it names; empty for a model that generates text."""
     mode = _MODES.get(facts.count("pooling_type"))
     if mode is None:
         return {}

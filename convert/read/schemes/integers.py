@@ -139,7 +139,7 @@ def groups_of(config: Fields | None) -> list[Fields]:
 
 
 def _check_transforms(stated: Fields | None) -> None:
-    """Refuse transforms of activations; those of weights are in the stored values already."""
+    """Refuse transforms of activations; transforms of weights are in the stored values already."""
     for scheme in groups_of(stated):
         for applied in scheme.items("apply") or []:
             where = applied.get("location") if isinstance(applied, dict) else applied

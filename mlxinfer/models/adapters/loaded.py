@@ -93,7 +93,7 @@ class ModelAdapters:
         return total
 
     def _on_this_rank(self, placements: Sequence[Placement]) -> dict[int, list[Placement]]:
-        """Placements of each projection, of those that are not another rank's."""
+        """Placements of each projection, without those of other ranks."""
         assert self._model is not None
         targets = self._model.adapter_targets
         placed = [

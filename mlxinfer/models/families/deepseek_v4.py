@@ -348,7 +348,7 @@ def _ropes(config: Fields) -> dict[str, Any]:
 
 
 def _entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
-    """What the cache keeps of the entries of a layer of a kind; see `EntrySpec`."""
+    """The `EntrySpec` of a layer of this kind."""
     fields, dim = config.fields, config.head_dim
     rates, kinds = fields.fields("compress_rates"), fields.items("layer_types") or ()
     stated = {label: fields.get(key) for label, key in _RATES.items()}

@@ -127,7 +127,7 @@ class Glm5Next(MixedStreams, KimiLinear):
 
 
 def _index_spec(fields: Fields) -> PooledSpec:
-    """What the index of a layer keeps: a token brings a key and as many gates."""
+    """The spec of a layer's index: a token brings a key and as many gates."""
     dim, ratio = (fields.integer(key, high=2**14) for key in ("index_head_dim", "index_kpool"))
     count = fields.integer("index_topk", high=2**31)
     if dim % ratio or count % ratio:

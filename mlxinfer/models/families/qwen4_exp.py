@@ -230,7 +230,7 @@ def _ngram_layers(fields: Fields) -> list[int]:
 
 
 def _index_spec(config: ModelConfig) -> PooledSpec | None:
-    """What the index of a layer keeps; None: attention sees all tokens."""
+    """The spec of a layer's index; None: attention sees all tokens."""
     fields = config.fields
     if fields.get("indexer_head_dim") is None:
         return None

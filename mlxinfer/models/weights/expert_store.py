@@ -189,7 +189,7 @@ class Reader:
 
 
 def adjacent(targets: Iterable[Target]) -> list[list[Target]]:
-    """Targets by where they lie; those that follow each other in a file are together."""
+    """Targets in groups of those that follow each other in a file."""
     runs: list[list[Target]] = []
     end: tuple[WeightFile, int] | None = None
     for target in sorted(targets, key=lambda read: (str(read.span.file.path), read.span.start)):

@@ -175,7 +175,7 @@ def row_table_bytes(folder: Path) -> int:
 
 
 def is_row_table(name: str) -> bool:
-    """Whether a tensor is a part of a table of n-grams, of which a token reads some rows."""
+    """Whether a tensor is part of a table of n-grams."""
     return ".ple_embedding.ngram_embedding." in name
 
 

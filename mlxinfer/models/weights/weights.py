@@ -186,7 +186,7 @@ class Weights:
         return self._placing.tensor(tensor)
 
     def same_matrix(self, path: str, other: str) -> bool:
-        """Whether the matrix at `path`, if there is one, is stored bit for bit as another is."""
+        """Whether a matrix at `path` exists and equals another bit for bit."""
         parts = [part for part in _PARTS if f"{path}.{part}" in self]
         return all(f"{other}.{part}" in self for part in parts) and all(
             self._placing.same(*(self._source.rows(f"{matrix}.{part}") for matrix in (path, other)))

@@ -28,7 +28,7 @@ def verdicts() -> Mapping[str, Any]:
 
 
 class Verdict(StrEnum):
-    """What runs the models of a type."""
+    """The definition that runs the models of a type."""
 
     NATIVE = "native"
     COMPARED = "mlx-lm, compared"  # its definition gives transformers' logits
@@ -50,7 +50,7 @@ def unsupported() -> Mapping[str, tuple[Verdict, str]]:
 
 
 def verdict_of(model_type: str) -> tuple[Verdict, str]:
-    """What runs models of a type that no native family builds, and why, in words.
+    """The definition for a type that no native family builds, and why, in words.
 
     A config of a type that runs may still be refused, see `refuse_wrong`.
     """

@@ -394,7 +394,7 @@ def with_narrow_windows(definition: Definition, window: int) -> Definition | Non
 
 
 def _narrowed(args: Any, window: int) -> Any:
-    """A ModelArgs, or a config inside it, with cut windows; itself where there are none."""
+    """A ModelArgs, or a config inside it, with cut windows; unchanged if it has none."""
     if isinstance(args, dict):
         items = args
     elif dataclasses.is_dataclass(args):

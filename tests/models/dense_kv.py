@@ -5,7 +5,8 @@ caches = cache.step([("a", 5), ("b", 1)])  # 5 tokens of a, then 1 of b
 hidden = model(ids, Step(positions, caches))
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,37 +25,58 @@ from mlxinfer.layers.relative_attention import RelativeBias
 from mlxinfer.layers.step import Step
 
 
-class DenseLayerKV:
-    """One layer's keys and values of every sequence, and the segments of the step."""
+class DenseLayer:
+    """What the tokens of every sequence brought to a layer, and the segments of the step."""
 
     heads = None  # layers prepare queries, keys and values themselves
 
-    def __init__(self, spec: KVSpec) -> None:
-        self.spec = spec
-        self.past: dict[str, tuple[mx.array, mx.array]] = {}
+    def __init__(self, spec: Any, pool: Any = None) -> None:
+        self.spec, self.pool = spec, pool
+        self.past: dict[str, list[mx.array]] = {}
         self.segments: Sequence[tuple[str, int]] = []
 
-    def attend(self, queries, keys, values, softmax, choice=None, rows=None):
-        spec = self.spec
-        num_tokens = sum(count for _, count in self.segments)
-        assert keys.shape == (num_tokens, spec.num_kv_heads, spec.key_dim)
-        assert values.shape == (num_tokens, spec.num_kv_heads, spec.value_dim)
-        outputs, start = [], 0
+    def taking_in(self, *new: mx.array) -> Iterator[tuple[str, slice, list[mx.array]]]:
+        """Of each segment: its sequence, its rows of the step, and its `new` behind all before."""
+        assert {len(part) for part in new} == {sum(count for _, count in self.segments)}
+        for name, rows in self.rows():
+            parts = [part[rows] for part in new]
+            before = self.past.get(name, [part[:0] for part in new])
+            pairs = zip(before, parts, strict=True)
+            self.past[name] = [mx.concatenate(pair) for pair in pairs]
+            yield name, rows, self.past[name]
+
+    def rows(self) -> Iterator[tuple[str, slice]]:
+        """The sequence and the rows of each segment."""
+        start = 0
         for name, count in self.segments:
-            rows = slice(start, start + count)
-            whole = queries[rows], keys[rows], values[rows]
-            one = self._attend_one(name, *whole, softmax)
-            if isinstance(choice, RelativeBias):
-                one = self._with_bias(name, queries[rows], choice, rows, softmax.scale)
-            elif choice is not None:
-                one = self._over_chosen(name, queries[rows], choice[rows], softmax)
-            outputs.append(one)
+            yield name, slice(start, start + count)
             start += count
+
+
+def highest(scores: Any, count: int) -> Any:
+    """The places of the highest scores, in their order."""
+    return np.sort(np.argsort(-scores, kind="stable")[:count])
+
+
+class DenseLayerKV(DenseLayer):
+    """One layer's keys and values."""
+
+    def attend(self, queries, keys, values, softmax, choice=None, rows=None):
+        assert keys.shape[1:] == (self.spec.num_kv_heads, self.spec.key_dim)
+        assert values.shape[1:] == (self.spec.num_kv_heads, self.spec.value_dim)
+        outputs = []
+        for _, rows, past in self.taking_in(keys, values):
+            if choice is None:
+                outputs.append(self._over_past(queries[rows], past, softmax))
+            elif isinstance(choice, RelativeBias):
+                outputs.append(self._with_bias(queries[rows], past, choice, rows, softmax.scale))
+            else:
+                outputs.append(self._over_chosen(queries[rows], past, choice[rows], softmax))
         return mx.concatenate(outputs).flatten(1)
 
-    def _with_bias(self, name, queries, bias, rows, scale):
+    def _with_bias(self, queries, past, bias, rows, scale):
         """Scores with a bias by distance, and a sink of each token and head; row by row."""
-        keys, values = (np.array(part.astype(mx.float32)) for part in self.past[name])
+        keys, values = (np.array(part.astype(mx.float32)) for part in past)
         served, outputs, first = queries.shape[1] // keys.shape[1], [], len(keys) - len(queries)
         keys, values = (np.repeat(part, served, axis=1) for part in (keys, values))  # (S, H, D)
         profiles = np.array(bias.states[rows] @ bias.profiles)  # (n, H, E)
@@ -65,97 +87,64 @@ class DenseLayerKV:
             near = min(stop - start, profiles.shape[2])
             scores[:, stop - start - near :] += profiles[row, :, :near][:, ::-1]
             sink = np.array(bias.sinks)[rows][row][:, None]
-            weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), sink))
             top = np.maximum(scores.max(-1, keepdims=True), sink)
+            weights = np.exp(scores - top)
             weights /= weights.sum(-1, keepdims=True) + np.exp(sink - top)
             outputs.append(np.einsum("hs,shd->hd", weights, values[start:stop]))
         return mx.array(np.stack(outputs))
 
-    def _over_chosen(self, name, queries, seen, softmax):
+    def _over_chosen(self, queries, past, seen, softmax):
         """`seen`: of each query, the tokens that each of some groups of heads sees.
 
         Or the entries (E, D) that it sees beside its window.
         """
-        collected = []
-        if self.spec.window is not None:
-            vectors, stop = self.past[name][0], len(self.past[name][0])
-            for place, (query, entries) in enumerate(zip(queries, seen, strict=True)):
-                last = stop - len(queries) + place + 1
-                near = vectors[max(last - self.spec.window, 0) : last]
-                both = mx.concatenate([entries[:, None], near])
-                collected.append(masked_attention(query[None], both, both, **softmax._asdict()))
-            return mx.concatenate(collected)
-        for query, groups in zip(queries, seen, strict=True):
-            parts = [mx.split(part, len(groups), axis=1) for part in self.past[name]]
+        attended, given = [], softmax._asdict()
+        for last, (query, groups) in enumerate(
+            zip(queries, seen, strict=True), len(past[0]) - len(queries) + 1
+        ):
+            if self.spec.window is not None:
+                near = past[0][max(last - self.spec.window, 0) : last]
+                both = mx.concatenate([groups[:, None], near])
+                attended.append(masked_attention(query[None], both, both, **given))
+                continue
+            parts = [mx.split(part, len(groups), axis=1) for part in past]
             heads = [
-                masked_attention(
-                    row_queries[None],
-                    *(part[i][mx.array(tokens)] for part in parts),
-                    **softmax._asdict(),
-                )
-                for i, (row_queries, tokens) in enumerate(
+                masked_attention(of[None], *(part[i][mx.array(tokens)] for part in parts), **given)
+                for i, (of, tokens) in enumerate(
                     zip(mx.split(query, len(groups)), groups, strict=True)
                 )
             ]
-            collected.append(mx.concatenate(heads, axis=1))
-        return mx.concatenate(collected)
+            attended.append(mx.concatenate(heads, axis=1))
+        return mx.concatenate(attended)
 
     def attend_again(self, queries, softmax, rows=None):
-        outputs, start = [], 0
-        for name, count in self.segments:
-            rows = slice(start, start + count)
-            outputs.append(self._over_past(name, queries[rows], softmax))
-            start += count
+        outputs = [self._over_past(queries[at], self.past[n], softmax) for n, at in self.rows()]
         return mx.concatenate(outputs).flatten(1)
 
-    def _attend_one(self, name, q, k, v, softmax):
-        if name in self.past:
-            past_k, past_v = self.past[name]
-            k, v = mx.concatenate([past_k, k]), mx.concatenate([past_v, v])
-        self.past[name] = (k, v)
-        return self._over_past(name, q, softmax)
-
-    def _over_past(self, name, q, softmax):
-        return masked_attention(
-            q,
-            *self.past[name],
-            window=self.spec.window,
-            kept=self.spec.sinks,
-            chunked=self.spec.chunked,
-            **softmax._asdict(),
-        )
+    def _over_past(self, queries, past, softmax):
+        spec = self.spec
+        seen = {"window": spec.window, "kept": spec.sinks, "chunked": spec.chunked}
+        return masked_attention(queries, *past, **seen, **softmax._asdict())
 
 
-class DenseLatentCache:
-    """One layer's latent vectors of every sequence; segments of up to `max_short` are absorbed."""
+class DenseLatentCache(DenseLayer):
+    """One layer's latent vectors; segments of up to MAX_SHORT are absorbed."""
 
-    def __init__(self, spec: LatentSpec, max_short: int = 8) -> None:
-        self.spec = spec
-        self.max_short = max_short
-        self.past: dict[str, mx.array] = {}
-        self.segments: Sequence[tuple[str, int]] = []
+    MAX_SHORT = 8
 
     def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale, choice=None):
         """`choice`: positions that each row sees, under one head; None: all before it."""
-        num_tokens = sum(count for _, count in self.segments)
-        assert latent.shape == (num_tokens, self.spec.latent_dim)
-        assert k_rope.shape == (num_tokens, self.spec.rope_dim)
-        new = mx.concatenate([latent, k_rope], axis=-1)
-        outputs, start = [], 0
-        for name, count in self.segments:
-            rows = slice(start, start + count)
-            past = [self.past[name]] if name in self.past else []
-            self.past[name] = mx.concatenate([*past, new[rows]])
-            attend = self._absorbed if count <= self.max_short else self._expanded
+        assert (latent.shape[1], k_rope.shape[1]) == (self.spec.latent_dim, self.spec.rope_dim)
+        outputs = []
+        for _, rows, (past,) in self.taking_in(mx.concatenate([latent, k_rope], axis=-1)):
+            short = rows.stop - rows.start <= self.MAX_SHORT
+            attend = self._absorbed if short else self._expanded
             if choice is None:
-                seen = self.past[name]
-                outputs.append(attend(q_nope[rows], q_rope[rows], seen, projection, scale))
-            for row in range(start, start + count) if choice is not None else ():
-                row_slice, seen = slice(row, row + 1), self.past[name][mx.array(choice[row][0])]
-                outputs.append(
-                    attend(q_nope[row_slice], q_rope[row_slice], seen, projection, scale)
-                )
-            start += count
+                outputs.append(attend(q_nope[rows], q_rope[rows], past, projection, scale))
+                continue
+            for row in range(rows.start, rows.stop):
+                one, seen = slice(row, row + 1), past[mx.array(choice[row][0])]
+                outputs.append(attend(q_nope[one], q_rope[one], seen, projection, scale))
         return mx.concatenate(outputs)
 
     def _absorbed(self, q_nope, q_rope, past, projection, scale):
@@ -178,96 +167,61 @@ class DenseLatentCache:
 class DenseRankedCache(DenseLatentCache):
     """The same of a layer with an indexer: a token sees the tokens of the highest ranks."""
 
-    def __init__(self, spec: LatentSpec, max_short: int = 8) -> None:
-        super().__init__(spec, max_short)
-        self.index: dict[str, np.ndarray] = {}
-
     def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale, index):
-        queries, weights, keys = (np.array(part) for part in index[:3])
-        chosen, choosing = index[3], self.spec.index_dim != 0
-        assert not choosing or keys.shape == (len(latent), self.spec.index_dim)
-        new, outputs, start = mx.concatenate([latent, k_rope], axis=-1), [], 0
-        for name, count in self.segments:
-            rows = slice(start, start + count)
-            known = [self.index[name]] if name in self.index else []
-            self.index[name] = np.concatenate([*known, keys[rows]])
-            past = [self.past[name]] if name in self.past else []
-            self.past[name] = mx.concatenate([*past, new[rows]])
-            for row in range(start, start + count):
-                stop = len(self.index[name]) - (rows.stop - row) + 1
+        queries, weights = (np.array(part) for part in index[:2])
+        keys, chosen = index[2:]
+        choosing = self.spec.index_dim != 0
+        assert not choosing or keys.shape[1] == self.spec.index_dim
+        outputs, new = [], mx.concatenate([latent, k_rope], axis=-1)
+        for _, rows, (past, known) in self.taking_in(new, keys):
+            known = np.array(known)
+            for row in range(rows.start, rows.stop):
+                stop = len(known) - (rows.stop - row) + 1
                 if choosing:
-                    scores = np.maximum(queries[row] @ self.index[name][:stop].T, 0)  # (Hi, stop)
-                    order = np.argsort(-(weights[row] @ scores), kind="stable")
-                    chosen[row] = mx.array(np.sort(order[: self.spec.num_ranked]))
-                seen = self.past[name][chosen[row]]
-                one = slice(row, row + 1)
+                    scores = np.maximum(queries[row] @ known[:stop].T, 0)  # (Hi, stop)
+                    chosen[row] = mx.array(highest(weights[row] @ scores, self.spec.num_ranked))
+                one, seen = slice(row, row + 1), past[chosen[row]]
                 outputs.append(self._expanded(q_nope[one], q_rope[one], seen, projection, scale))
-            start += count
         return mx.concatenate(outputs)
 
 
-class DensePooledCache:
+class DensePooledCache(DenseLayer):
     """What all tokens of a sequence bring to an index, and the tokens that each of a step sees."""
 
-    def __init__(self, spec: PooledSpec, pool) -> None:
-        self.spec = spec
-        self.pool = pool
-        self.past: dict[str, tuple[mx.array, mx.array]] = {}
-        self.segments: Sequence[tuple[str, int]] = []
-
     def choose(self, queries, weights, raw, positions):
-        assert raw.shape == (sum(count for _, count in self.segments), self.spec.raw_dim)
-        seen, start, ratio = [], 0, self.spec.ratio
-        for name, count in self.segments:
-            rows = slice(start, start + count)
-            new = raw[rows], positions[..., rows]
-            before = self.past.get(name, (raw[:0], positions[..., :0]))
-            whole = [
-                mx.concatenate(pair, axis) for *pair, axis in zip(before, new, (0, -1), strict=True)
-            ]
-            self.past[name] = tuple(whole)
-            num_blocks = len(whole[0]) // ratio
+        assert raw.shape[1] == self.spec.raw_dim
+        seen, ratio = [], self.spec.ratio
+        for _, rows, (whole, places) in self.taking_in(raw, mx.moveaxis(positions, -1, 0)):
             keys = np.zeros((0, self.spec.dim))
-            if num_blocks:
-                blocks = mx.unflatten(whole[0][: num_blocks * ratio], 0, (-1, ratio))
-                firsts = whole[1][..., : num_blocks * ratio : ratio]
-                keys = np.array(self.pool(blocks, firsts))
-            for row in range(start, start + count):
-                stop = len(whole[0]) - (rows.stop - row) + 1
+            if num_blocks := len(whole) // ratio:
+                blocks = mx.unflatten(whole[: num_blocks * ratio], 0, (-1, ratio))
+                firsts = places[: num_blocks * ratio : ratio]
+                keys = np.array(self.pool(blocks, mx.moveaxis(firsts, 0, -1)))
+            for row in range(rows.start, rows.stop):
+                stop = len(whole) - (rows.stop - row) + 1
                 scores = np.maximum(np.array(queries[row]) @ keys[: stop // ratio].T, 0)
-                ranks = -(np.array(weights[row]) @ scores)
-                best = np.sort(np.argsort(ranks, kind="stable")[: self.spec.num_ranked])
+                best = highest(np.array(weights[row]) @ scores, self.spec.num_ranked)
                 tokens = [block * ratio + i for block in best.tolist() for i in range(ratio)]
                 seen.append([[*tokens, *range(stop - stop % ratio, stop)]])
-            start += count
         return seen
 
 
-class DenseEntryCache:
+class DenseEntryCache(DenseLayer):
     """What all tokens of a sequence bring to entries, and the entries that each of a step sees."""
 
-    def __init__(self, spec: EntrySpec, pool) -> None:
-        self.spec = spec
-        self.pool = pool
-        self.past: dict[str, mx.array] = {}
-        self.segments: Sequence[tuple[str, int]] = []
-
     def choose(self, queries, weights, raw, positions):
-        assert raw.shape == (sum(count for _, count in self.segments), self.spec.raw_dim)
-        seen, start = [], 0
-        for name, count in self.segments:
-            before = self.past.get(name, raw[:0])
-            self.past[name] = whole = mx.concatenate([before, raw[start : start + count]])
+        assert raw.shape[1] == self.spec.raw_dim
+        seen = []
+        for _, rows, (whole,) in self.taking_in(raw):
             keys, entries = self._blocks(whole)
-            for row in range(start, start + count):
-                num = (len(before) + row - start + 1) // self.spec.ratio
+            for row in range(rows.start, rows.stop):
+                num = (len(whole) - (rows.stop - row) + 1) // self.spec.ratio
                 if queries is None or not num:
                     seen.append(entries[:num])
                     continue
                 scores = np.maximum(np.array(queries[row]) @ keys[:num].T, 0)
-                order = np.argsort(-(np.array(weights[row]) @ scores), kind="stable")
-                seen.append(entries[mx.array(np.sort(order[: self.spec.num_ranked]))])
-            start += count
+                best = highest(np.array(weights[row]) @ scores, self.spec.num_ranked)
+                seen.append(entries[mx.array(best)])
         return seen
 
     def _blocks(self, whole):
@@ -277,9 +231,8 @@ class DenseEntryCache:
             first = stop - spec.ratio
             block, earlier = whole[None, first:stop], None
             if spec.carried:
-                earlier = whole[None, max(first - spec.ratio, 0) : first or stop][
-                    ..., : spec.carried
-                ]
+                earlier = whole[None, max(first - spec.ratio, 0) : first or stop]
+                earlier = earlier[..., : spec.carried]
             blocks.append(self.pool(block, earlier, mx.array([first])))
         if not blocks:
             return np.zeros((0, spec.index_dim)), mx.zeros((0, spec.dim))
@@ -287,31 +240,24 @@ class DenseEntryCache:
         return np.array(parts[0]), parts[-1]
 
 
-class DenseBlockCache:
+class DenseBlockCache(DenseLayer):
     """The index keys of every sequence, and the tokens that each head of the index chooses."""
 
-    def __init__(self, spec: BlockSpec) -> None:
-        self.spec = spec
-        self.past: dict[str, np.ndarray] = {}
-        self.segments: Sequence[tuple[str, int]] = []
-
     def choose(self, queries, keys, served):
-        queries, keys, seen, start = np.array(queries), np.array(keys), [], 0
-        assert keys.shape == (sum(count for _, count in self.segments), self.spec.dim)
-        for name, count in self.segments:
-            before = self.past.get(name, keys[:0])
-            whole = self.past[name] = np.concatenate([before, keys[start : start + count]])
-            for row in range(start, start + count):
-                stop = len(before) + row - start + 1
-                seen.append([self._seen(one @ whole[:stop].T) for one in queries[row]])
-            start += count
+        assert keys.shape[1] == self.spec.dim
+        queries, seen = np.array(queries), []
+        for _, rows, (whole,) in self.taking_in(keys):
+            known = np.array(whole)
+            for row in range(rows.start, rows.stop):
+                stop = len(known) - (rows.stop - row) + 1
+                seen.append([self._seen(one @ known[:stop].T) for one in queries[row]])
         return seen
 
     def _seen(self, scores: np.ndarray) -> list[int]:
         size, stop = self.spec.block, len(scores)
         ranks = np.array([scores[i : i + size].max() for i in range(0, stop, size)])
         ranks[max(len(ranks) - self.spec.num_near, 0) :] = np.inf
-        best = np.sort(np.argsort(-ranks, kind="stable")[: self.spec.num_ranked])
+        best = highest(ranks, self.spec.num_ranked)
         tokens = [block * size + i for block in best.tolist() for i in range(size)]
         return [token for token in tokens if token < stop]
 
@@ -321,46 +267,40 @@ def no_kernel():
     raise AssertionError("no kernel is used here")
 
 
-class DenseStateCache:
+class DenseStateCache(DenseLayer):
     """One recurrent layer's states of every sequence; each goes through the recurrence alone."""
 
-    def __init__(self, spec: StateSpec) -> None:
-        self.spec = spec
-        self.past: dict[str, list[mx.array]] = {}
-        self.segments: Sequence[tuple[str, int]] = []
-
     def recur(self, rows, advance):
-        outputs, start = [], 0
+        outputs = []
         zeros = [mx.zeros((1, *shape), getattr(mx, dtype)) for shape, dtype in self.spec.shapes]
-        for name, count in self.segments:
-            inputs = [x[start : start + count][None] for x in rows]
-            before = self.past.get(name, zeros)
-            y, states = advance(inputs, lambda before=before: (before, None), no_kernel)
-            replayed = advance(
-                inputs, lambda before=before, n=count: (before, mx.array([n])), no_kernel
-            )[1]
+        for name, at in self.rows():
+            inputs, before = [x[at][None] for x in rows], self.past.get(name, zeros)
+            (y, states), (_, replayed) = (
+                advance(inputs, lambda before=before, count=count: (before, count), no_kernel)
+                for count in (None, mx.array([at.stop - at.start]))
+            )
             for state, again, zero in zip(states, replayed, zeros, strict=True):
                 assert state.shape == zero.shape
                 assert mx.allclose(state, again, atol=1e-5), "replayed to the end"
             self.past[name] = list(states)
             outputs.append(y[0])
-            start += count
         return mx.concatenate(outputs)
+
+
+KINDS = {
+    PooledSpec: DensePooledCache,
+    EntrySpec: DenseEntryCache,
+    BlockSpec: DenseBlockCache,
+    StateSpec: DenseStateCache,
+    KVSpec: DenseLayerKV,
+    LatentSpec: DenseLatentCache,
+}
 
 
 def dense_cache(mixer, spec: CacheSpec):
     """Of the kind that a layer needs."""
-    if isinstance(spec, PooledSpec):
-        return DensePooledCache(spec, mixer.pool)
-    if isinstance(spec, EntrySpec):
-        return DenseEntryCache(spec, mixer.pool)
-    if isinstance(spec, BlockSpec):
-        return DenseBlockCache(spec)
-    if isinstance(spec, StateSpec):
-        return DenseStateCache(spec)
-    if not isinstance(spec, LatentSpec):
-        return DenseLayerKV(spec)
-    return DenseRankedCache(spec) if spec.num_ranked else DenseLatentCache(spec)
+    ranked = isinstance(spec, LatentSpec) and spec.num_ranked
+    return (DenseRankedCache if ranked else KINDS[type(spec)])(spec, getattr(mixer, "pool", None))
 
 
 class DenseCache:

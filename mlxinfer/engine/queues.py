@@ -302,7 +302,7 @@ class RequestQueues:
         return True
 
     def charge(self, batch: Batch) -> None:
-        """Count the work of a step for its tenants."""
+        """Count the work of a step; what a tenant alone gets makes up for what others had."""
         work: Counter[Tenant] = Counter()
         for sequence in batch.decodes.sequences:
             work[sequence.request.tenant] += ANSWER_WORK
@@ -311,6 +311,7 @@ class RequestQueues:
             work[segment.sequence.request.tenant] += segment.num_tokens + of_answer
         for tenant, count in work.items():
             self.shares.charge(tenant, count)
+        self.shares.advance(self._unfinished)
 
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions; if need be, the youngest others are preempted.

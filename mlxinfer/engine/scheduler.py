@@ -369,7 +369,7 @@ class Scheduler:
                 sequence.sharers = {}
         for segment in batch.long:
             self.kv_manager.wrote(segment.sequence)
-        if not self.prefill.alone_s:  # tenants compete for this step
+        if self._shared:
             self.queues.charge(batch)
         self._note_steady(batch)
         self._newest = batch.sampling.sequences

@@ -206,6 +206,31 @@ def num_tokens(bench: Bench) -> int:
     return sum(len(times) for times in bench.token_s.values())
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_first_tokens_come_in_time_beside_documents_on_a_slow_machine(seed: int) -> None:
+    """A light tenant comes back again and again; what it had before is no debt.
+
+    A page takes about a slice, so a step has one of one tenant.
+    """
+    rnd, bench = random.Random(seed), NoGpu("M5", "4B", max_batch=64)
+    bench.slowness = rnd.uniform(0.7, 1.3)
+    row_s, number, late = 0.02 * bench.slowness, 0, 0
+    for turn in range(16):
+        for _ in range(rnd.randint(12, 20)):
+            while len(bench.scheduler.queues.unfinished()) < 24:
+                number += 1
+                bench.add(f"heavy{number}", rnd.randint(300, 1500), rnd.randint(1, 12), HEAVY)
+            before_s = bench.now_s
+            bench.step()
+        name = f"light{turn}"
+        asked_s = rnd.uniform(before_s, bench.now_s)
+        bench.add(name, PAGE, 24, LIGHT)
+        late += bench.until(name) - asked_s > 2 * PAGE * row_s + SLICE_S + PAGE * row_s / 4
+        while len(bench.token_s[name]) < 24:
+            bench.step()
+    assert late <= 2, f"seed {seed}"  # the first one, and one of a step that tries more
+
+
 def test_a_line_through_times_follows_what_steps_take() -> None:
     """Also after a step that something else held up, and when the context has grown."""
     times, moment = StepTimes(), 0

@@ -31,7 +31,7 @@ from mlxinfer import LLM, hub
 from mlxinfer.config.file import read_config_file
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.demo]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.name: path for path in (ROOT / "docs").glob("*.md")}
@@ -232,6 +232,7 @@ def adapters(folder: Path) -> None:
         write_peft(folder / name, drawn)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", sorted(name for name in PAGES if blocks(name)))
 def test_the_blocks_of_a_page_run_in_order(name: str, reader: Reader) -> None:
     for language, text in blocks(name):

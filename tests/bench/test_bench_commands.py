@@ -47,6 +47,7 @@ def measured(*arguments: str) -> Any:
     return json.loads(bench(*arguments, "--json"))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "name",
     [

@@ -34,6 +34,7 @@ def test_every_name_of_the_converter_is_known() -> None:
     assert names - PRETOKENIZERS.keys() - set(RAW) == word_pieces
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", NAMES)
 def test_a_vocabulary_gives_the_expected_tokens(name: str) -> None:
     path = MODELS / f"{name}.gguf"

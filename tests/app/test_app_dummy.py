@@ -447,6 +447,9 @@ def test_a_chat_of_the_list_opens_in_the_browser(
         assert [row.title for row in app.chat.chats.data] == ["A question"]
         app.chat.chats._impl.simulate_selection(0)
         await until(lambda: opened == [f"{server.url}/#chat/{'b' * 16}"])
+        app.chat.show(replace(view, chats=(Chat(id="c" * 16, title="Another"), *view.chats)), "")
+        await app.refresh()
+        assert len(opened) == 1  # a chat that is added opens none
 
     run(scenario, web=False)
 

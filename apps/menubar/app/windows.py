@@ -200,7 +200,9 @@ class ChatWindow:
             self._recent.add(*([bold("Recent Chats"), self.chats] if chats else []))
             whens = [time.strftime("%d %B, %H:%M", time.localtime(c.changed_s)) for c in chats]
             titles = [shortened(chat.title, 44) or "Untitled" for chat in chats]
+            self.chats.on_select = None  # what was selected is no choice among new rows
             self.chats.data = [(*row, self._icon) for row in zip(titles, whens, strict=True)]
+            self.chats.on_select = self._on_select
 
     def _on_select(self, _: Any) -> None:
         if self.chats.selection is not None:

@@ -11,12 +11,15 @@ of rows: (2a + 2b) / (2 + a / b) <= 2b seconds for each.
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from math import sqrt
 
 from ..fair import Tenant
 from .batch import Sequence
 from .prefill import Beside
 
 LATEST = 0.1  # weight of the latest measurement
+NUM_MEASURED = 2 / LATEST - 1  # measurements of one weight that would say as much
+ERRORS = 1.5  # standard errors that the cost of a row may be above the best line's
 PROPORTIONAL = 0.001  # weight of "no rows take no time", for the first measurements
 TRIED_EVERY = 8  # steps of one with more rows, so that it is seen what rows cost
 TIMED_EVERY = 16  # steps of one without prompts, for the same reason
@@ -24,11 +27,15 @@ MOST = 1.5  # times its equal share that a tenant waits for its tokens
 
 
 class StepTimes:
-    """Seconds of a decode step by its number of rows: a line through the latest measurements."""
+    """Seconds of a decode step by its number of rows: a line through the latest measurements.
+
+    Where steps of nearly as many rows differ much, other rows may cost more than the line says.
+    So `rows_in` asks a line that is steeper by `ERRORS` standard errors, through the same middle.
+    """
 
     def __init__(self) -> None:
         self._measured: tuple[int, float] | None = None
-        self._sums = [PROPORTIONAL, 0.0, 0.0, 0.0, 0.0]  # of weight 1, r, s, r * r, r * s
+        self._sums = [PROPORTIONAL, *[0.0] * 5]  # of weight 1, r, s, r * r, r * s, s * s
 
     @property
     def known(self) -> bool:
@@ -43,7 +50,7 @@ class StepTimes:
             seconds = min(seconds, 2 * self.of(rows))
         self._measured = measured
         left = 1 - LATEST
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        new = (1.0, rows, seconds, rows * rows, rows * seconds, seconds * seconds)
         self._sums = [left * old + LATEST * x for old, x in zip(self._sums, new, strict=True)]
         self._sums[0] += LATEST * PROPORTIONAL
 
@@ -53,15 +60,20 @@ class StepTimes:
         return shared + per_row * rows
 
     def rows_in(self, seconds: float) -> int:
-        """How many rows fit in so many seconds."""
-        shared, per_row = self._line()
+        """How many rows fit in so many seconds, by the steeper line."""
+        shared, per_row = self._line(ERRORS)
         return int(max(seconds - shared, 0.0) / per_row * (1 + 1e-9))
 
-    def _line(self) -> tuple[float, float]:
-        """Seconds that rows share, and of each row; neither is negative."""
-        n, r, s, rr, rs = self._sums
-        spread = n * rr - r * r
-        per_row = (n * rs - r * s) / spread if spread > 0 else 0.0
+    def _line(self, errors: float = 0.0) -> tuple[float, float]:
+        """Seconds that rows share, and of each row, steeper by so many standard errors.
+
+        Neither is negative.
+        """
+        n, r, s, rr, rs, ss = self._sums
+        spread, both = n * rr - r * r, n * rs - r * s
+        per_row = both / spread if spread > 0 else 0.0
+        unexplained = max(n * ss - s * s - per_row * both, 0.0)
+        per_row += errors * sqrt(unexplained / max(spread, 1e-9) / NUM_MEASURED)
         per_row = max(min(max(per_row, 0.01 * s / r), s / r), 1e-9)
         return max(s - per_row * r, 0.0) / n, per_row
 

@@ -231,6 +231,20 @@ def test_first_tokens_come_in_time_beside_documents_on_a_slow_machine(seed: int)
     assert late <= 2, f"seed {seed}"  # the first one, and one of a step that tries more
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_times_of_nearly_as_many_rows_say_nothing_wild_of_others(seed: int) -> None:
+    """Whatever rows cost, and however much steps of a busy machine differ: see `TRIED_EVERY`."""
+    rnd, times = random.Random(seed), StepTimes()
+    shared, each = rnd.choice([(0.03, 0.011), (0.0, 0.02), (0.1, 0.002)])
+    fitting = (SLICE_S - shared) / each
+    wild = 0
+    for step in range(1000):
+        rows = int(fitting * rnd.uniform(0.75, 0.85)) * (2 + (step % 8 == 0)) // 2
+        times.note((rows, (shared + each * rows) * rnd.lognormvariate(0, 0.3)))
+        wild += step > 50 and times.rows_in(SLICE_S) > 1.5 * fitting
+    assert wild <= 10, f"seed {seed}"
+
+
 def test_a_line_through_times_follows_what_steps_take() -> None:
     """Also after a step that something else held up, and when the context has grown."""
     times, moment = StepTimes(), 0

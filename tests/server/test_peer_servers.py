@@ -22,6 +22,8 @@ from mlxinfer.engine import peers
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo
+
 COMPLETIONS = "/v1/completions"
 KEYS = ApiKeys.from_plain(["secret"]).with_named({"user": {"key": "u"}}, "keys.toml")
 SHARES = {"gives_pages": True}

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import pytest
+
 import mlxinfer
 from mlxinfer import LLM, SamplingParams, metal_kernels
+
+pytestmark = pytest.mark.demo
 
 PACKAGE, KERNELS = (
     Path(str(module.__file__)).resolve().parent for module in (mlxinfer, metal_kernels)

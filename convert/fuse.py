@@ -46,7 +46,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What rounding leaves of a change D, as sums over its numbers; results can be added."""
+    """Sums over the numbers of a change D, before and after rounding; those of parts add up."""
 
     squares: float = 0.0  # of D
     along: float = 0.0  # product of D and what became of it

@@ -63,7 +63,7 @@ class Launch:
     """A call of a kernel without its inputs, computed once for all layers that make it."""
 
     kernel: MetalKernel
-    # values that are compiled in: each set of them is a variant of the kernel
+    # values that are compiled in; each set of values is a variant of the kernel
     template: Sequence[tuple[str, TemplateValue]]
     grid: Size  # in threads
     threadgroup: Size  # threads of one threadgroup

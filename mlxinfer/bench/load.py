@@ -175,7 +175,7 @@ class ServerLoad:
     url: str  # with or without /v1
     model: str | None = None  # its name there; None: the first that the server lists
     requests: int = 64  # in all
-    # requests in flight, at most; None: 8, or all of them where a rate is given
+    # most requests in flight; None: 8, or no limit where a rate is given
     concurrency: int | None = None
     # arrivals a second, at random times (Poisson); None: one comes when one is answered
     rate: float | None = None

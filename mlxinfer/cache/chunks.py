@@ -38,7 +38,7 @@ class Chunk:
 
     rows: slice  # of the step's flat list
     writes: list[tuple[int, int]]  # page slots of the new tokens
-    reads: list[tuple[int, int]]  # page slots of all that any of them sees
+    reads: list[tuple[int, int]]  # page slots that its tokens read, as ranges
     start: int  # position of the first token
     ranges: Sequence[tuple[int, int]]  # positions of `reads`, in order
     window: AttentionWindow  # of the group

@@ -136,7 +136,7 @@ class Gathered:
 
 
 def _gathered_part(segments: Segments, metadata: StepMetadata, group: PageGroup) -> Gathered:
-    """How segments attend. Either all of them see a page or more, or none sees any."""
+    """How segments attend. All segments see at least one page, or none sees any."""
     step, rows, unpad, slots, tail_begins = segments.memoised(
         "queries", lambda: _queries(segments, group.page_size)
     )

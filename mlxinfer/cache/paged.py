@@ -66,7 +66,7 @@ class SequencePlace:
     """The tokens of one sequence in a step, and where it and all tokens before lie."""
 
     rows: slice  # of the step's flat list
-    start: int  # position of the first of them
+    start: int  # position of the first token
     runs: Runs  # page slots of its first tokens, of those that may be seen where there is a window
     pages: mx.array | None  # (n,) the pages that these lie in; None for a prefill chunk
     slot: int  # of its tail

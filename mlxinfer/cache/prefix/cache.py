@@ -49,7 +49,7 @@ class RestorePoint:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one sequence holds of the cache."""
+    """The pages of the cache that one sequence holds."""
 
     tables: list[PageTable]  # by group; whole pages before number `num_pages` have names
     num_pages: int

@@ -28,6 +28,8 @@ from mlxinfer.remote.session import connect
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
+
 KEY = "sk-test"
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 WEATHER = {

@@ -27,6 +27,8 @@ from mlxinfer.errors import ServerError
 from mlxinfer.memory import human_bytes
 from mlxinfer.server.keys import ApiKeys
 
+pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
+
 TLS = Path(__file__).parents[1] / "server" / "tls"
 
 

@@ -13,6 +13,8 @@ from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.service import FRESH_S
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
+
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[LiveServer]:

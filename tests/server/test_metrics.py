@@ -12,6 +12,8 @@ from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.metrics import RequestMetrics
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
+
 Numbers = dict[str, float]
 DASHBOARDS = """
 vllm:e2e_request_latency_seconds_bucket vllm:e2e_request_latency_seconds_sum

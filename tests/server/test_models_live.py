@@ -15,6 +15,8 @@ from mlxinfer.errors import CheckpointError
 from mlxinfer.server.slots import ServedModel
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
+
 
 @pytest.fixture(scope="module")
 def lazy() -> Iterator[LazyServer]:

@@ -17,6 +17,8 @@ from sdk_clients import CALLS, CHAT_TOOLS, HELLO, NOW, WEATHER, ollama_client
 from mlxinfer.errors import ModelNotFoundError
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
+
 GREEDY: Any = {"temperature": 0, "num_predict": 4}
 
 

@@ -11,7 +11,7 @@ from page_server import PageServer, routes_of
 from mlxinfer.config import KVOptions
 from mlxinfer.server.app import ROUTES
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.demo]
 
 
 class LazyPage(LazyServer):

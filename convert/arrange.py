@@ -82,7 +82,6 @@ class OutputTensor:
 
     @property
     def path(self) -> str:
-        """The layer's path, as config.json names it."""
         return self.name.removesuffix(".weight")
 
     @property
@@ -108,7 +107,6 @@ class OutputTensor:
 
     @property
     def num_weights(self) -> int:
-        """How many numbers."""
         return prod(self.shape)
 
 
@@ -123,7 +121,6 @@ class ArrangedSource:
 
     @property
     def family_config(self) -> ModelConfig:
-        """The config of a model that a native family builds."""
         assert isinstance(self.config, ModelConfig), self.config.model_type
         return self.config
 
@@ -153,7 +150,6 @@ class ArrangedSource:
                 yield self.source.read_packed(name, slice(start, start + max(1, step)))
 
     def whole(self, output: OutputTensor) -> mx.array:
-        """All values of an output, in its own shape."""
         parts = [self.source.read(name) for name in output.sources]
         whole = parts[0] if len(parts) == 1 else mx.stack(parts)
         mx.eval(whole)
@@ -170,7 +166,7 @@ def arrange(source: SourceModel) -> ArrangedSource:
     """
     config = normalise(source.config)
     builder = family(config.model_type)
-    if builder.transposed_experts:
+    if not builder.packed_experts.outputs_first:
         _check_experts(source)
     rename = builder.tensor_name
     if config.tie_word_embeddings and not _is_tied(source, rename):
@@ -233,7 +229,6 @@ def _prefix(source: SourceModel) -> str:
 
 
 def _of_tower(infos: list[SourceTensor], target: str) -> OutputTensor:
-    """The output of a tower's tensor, by the name that mlx-vlm has for it."""
     name = target.removeprefix("model.")
     if name.startswith("visual."):
         name = f"vision_tower.{name.removeprefix('visual.')}"
@@ -282,7 +277,6 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _is_tied(source: SourceModel, rename: Rename) -> bool:
-    """Whether there is no output matrix, or it equals the token table."""
     ours = {rename(name): name for name in source.tensors}
     head, table = ours.get("lm_head.weight"), ours.get("model.embed_tokens.weight")
     if head is None or table is None:
@@ -331,9 +325,7 @@ def check_tower(config: Fields, shapes: Mapping[str, tuple[int, ...]], label: st
     """Raise CheckpointError unless the tower of a config has exactly these tensors. Reads none.
 
     Args:
-        config: the whole of config.json.
         shapes: of all tensors; those of the language model are left out.
-        label: of the source.
     """
     family = tower_family(config)
     assert family is not None

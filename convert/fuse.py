@@ -20,6 +20,7 @@ from ..memory import human_bytes
 from ..models.adapters.folder import AdapterFolder, AdapterModule, in_layer
 from ..models.adapters.loaded import oriented
 from ..models.config import normalise
+from ..models.experts import PackedExperts
 from ..models.registry import family
 from .arrays import mx_dtype
 from .quantise import dequantised
@@ -31,7 +32,7 @@ LEAST_SHARE, MOST_ERROR = 0.8, 0.5  # of a change that is still the one that was
 AT_ONCE = 1 << 24  # numbers that are measured together
 TABLE = "model.embed_tokens"
 _HALVES = ("gate_proj", "up_proj")
-Half = tuple[int, bool]  # gate or up, and whether their rows alternate
+Half = tuple[int, PackedExperts]  # gate or up, and where their rows are
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,6 @@ class Kept:
 
     @property
     def enough(self) -> bool:
-        """Whether the merged model is still the one that was trained."""
         return self.share >= LEAST_SHARE and self.error <= MOST_ERROR
 
 
@@ -84,8 +84,6 @@ def fused(
     """The source with the adapter merged into its tensors.
 
     Args:
-        source: the base.
-        adapter: that is merged into it.
         dense: matrices that were quantised are given as numbers, else as codes.
         bits: of the codes; None: the matrix's own format.
         progress: is told how many of the tensors were measured.
@@ -149,8 +147,6 @@ def _what_is_kept(rounded: "Sequence[_Merging]", progress: Callable[[int, int], 
 
 @dataclass(frozen=True, slots=True)
 class _Merging:
-    """One tensor of the base, and what is done to each of its matrices."""
-
     adapter: AdapterFolder
     matrices: Mapping[str, mx.array]  # of the adapter
     source: SourceModel
@@ -166,12 +162,10 @@ class _Merging:
         return merged.astype(mx_dtype(self.info.dtype))
 
     def codes(self, rows: slice) -> Packed:
-        """Merged and quantised again."""
         return self._packed(self._merged(rows))
 
     @property
     def form(self) -> MLXFormat:
-        """The format of a tensor that is quantised again."""
         assert self.info.lossless is not None
         return self.info.lossless
 
@@ -230,9 +224,8 @@ class _Merging:
         left, right = (self.matrices[matrix].astype(mx.float32) for matrix in (module.a, module.b))
         a, b = (matrix[change.expert] for matrix in oriented(left, right, module, target))
         if change.half is not None:
-            which, alternate = change.half
-            size = b.shape[1] // 2
-            b = b[:, which::2] if alternate else b[:, which * size : (which + 1) * size]
+            which, layout = change.half
+            b = b[:, layout.half(which, b.shape[1])]
         return (b.T, a.T * module.scale) if change.of_table else (a, b * module.scale)
 
     def check_shapes(self) -> None:
@@ -258,7 +251,7 @@ def _changes(
     for module in adapter.modules:
         path = (builder.tensor_name(f"{module.path}.weight") or "").removesuffix(".weight")
         path = path or module.path
-        places = list(_places(path, module, names.get, builder.alternating_experts))
+        places = list(_places(path, module, names.get, builder.packed_experts))
         if not places:
             raise CheckpointError(
                 f"The adapter in {adapter.folder} changes {module.path[:200]!r}, which "
@@ -282,7 +275,6 @@ def _check_complete(
     modules, or say by an expression what they mean, fit norms and biases, too.
 
     Args:
-        names: our names and the source's of its tensors.
         found: the source's names of those that the adapter changes.
     """
     count = normalise(source.config).num_layers
@@ -300,13 +292,12 @@ Find = Callable[[str], Any]  # our name of a tensor -> the source's, or None
 
 
 def _places(
-    path: str, module: AdapterModule, find: Find, alternate: bool
+    path: str, module: AdapterModule, find: Find, layout: PackedExperts
 ) -> Iterator[tuple[str, int | None, Change]]:
-    """The tensors that a module changes, and which of their matrices."""
     block, _, last = path.rpartition(".")
     root, _, number = block.rpartition(".")
     if module.layout in ("stack", "parameter"):
-        halves = [(leaf, (i, alternate)) for i, leaf in enumerate(_HALVES)]
+        halves = [(leaf, (i, layout)) for i, leaf in enumerate(_HALVES)]
         parts = halves if last == "gate_up_proj" else [(last, None)]
         base = block.removesuffix(".switch_mlp").removesuffix(".experts")
         for name, half in parts:
@@ -324,7 +315,6 @@ def _places(
 def _stack(
     base: str, name: str, module: AdapterModule, find: Find, half: Half | None
 ) -> Iterator[tuple[str, int | None, Change]]:
-    """The matrices of all experts, in one tensor or in one each."""
     count = module.shapes[0][0] // (module.rank if module.layout == "parameter" else 1)
     for stack in (f"{base}.switch_mlp.{name}.weight", f"{base}.experts.{name}.weight"):
         if tensor := find(stack):

@@ -29,6 +29,8 @@ _COMMON = {
 }
 
 
+_SEES_AHEAD, _SOFT_CAP = "use_bidirectional_attention", "attn_logit_softcapping"
+
 NOTHING = StateSpec(())  # what a layer without a cache keeps
 
 
@@ -86,7 +88,6 @@ class ModelConfig:
 
     @property
     def definition(self) -> str:
-        """Families are defined in this library."""
         return "native"
 
     @property
@@ -110,7 +111,6 @@ class ModelConfig:
         return None
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """The spec of the cache of a layer's mixer."""
         if self.without_cache[index : index + 1] == (True,):
             return NOTHING
         if self.states and (state := self.states[index]) is not None:
@@ -139,12 +139,10 @@ class ModelConfig:
         return self.query_heads[index] if self.query_heads else self.num_heads
 
     def heads_of(self, index: int) -> tuple[int, int]:
-        """KV heads of a layer, and the size of its heads."""
         return self.heads[index] if self.heads else (self.num_kv_heads, self.head_dim)
 
 
 def load_config(folder: Path, share: Share | None = None) -> ModelConfig:
-    """The config of a checkpoint folder, with the end tokens of generation_config.json."""
     raw = read_json(folder / "config.json", infinite=True)
     generation = folder / "generation_config.json"
     return normalise(raw, read_json(generation) if generation.is_file() else {}, share)
@@ -156,8 +154,6 @@ def normalise(
     """A ModelConfig from the contents of config.json, as transformers 4 or 5 or mlx-lm write it.
 
     Args:
-        raw: config.json.
-        generation: generation_config.json.
         share: of the rank that has the described part of the model; None: all of it.
 
     Raises:
@@ -168,7 +164,7 @@ def normalise(
     top = Fields(raw, "config.json")
     text = text_config(top)
     family = registry.family(text.text("model_type"))
-    fields = _completed(family.language_model(text), family.defaults)
+    fields = _completed(family.language_model(text), family)
     model_type = fields.text("model_type")
     _check_features(fields, family)
     quantization = read_quantization(top)
@@ -177,7 +173,7 @@ def normalise(
     vocab_size = fields.integer("vocab_size", high=2**24)
     num_layers = fields.integer("num_hidden_layers", high=2000)
     heads = _heads(family, fields, 1 if share is None else share.size)
-    qkv_bias, o_bias = family.biases(fields)
+    qkv_bias, o_bias = (bool(k) and fields.boolean(k, default=False) for k in family.biases)
     config = ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -189,7 +185,6 @@ def normalise(
         quantization=quantization,
         fields=fields,
         **_block_settings(fields),
-        **_soft_caps(family, fields),
         **heads,
         **_positions(family, fields, num_layers, heads["head_dim"]),
         **_experts(fields, num_layers),
@@ -199,7 +194,6 @@ def normalise(
 
 
 def _block_settings(fields: Fields) -> dict[str, Any]:
-    """Fields that all layers share, whatever they attend to."""
     return {
         "hidden_size": fields.integer("hidden_size", high=2**20),
         "intermediate_size": fields.integer("intermediate_size", high=2**22),
@@ -207,23 +201,19 @@ def _block_settings(fields: Fields) -> dict[str, Any]:
         "activation": fields.text("hidden_activation", "hidden_act"),
         "mlp_bias": fields.boolean("mlp_bias", default=False),
         "dtype": fields.text("dtype", "torch_dtype", default=None),
-        "bidirectional": fields.boolean("use_bidirectional_attention", default=False),
+        "bidirectional": fields.boolean(_SEES_AHEAD, default=False),
+        "final_softcap": fields.number("final_logit_softcapping", above=0.0, default=None),
+        "score_softcap": fields.number(_SOFT_CAP, above=0.0, default=None),
     }
 
 
-def _soft_caps(family: Any, fields: Fields) -> dict[str, Any]:
-    keys = {"final_softcap": "final_logit_softcapping"}
-    if family.soft_caps:
-        keys["score_softcap"] = "attn_logit_softcapping"
-    return {name: fields.number(key, above=0.0, default=None) for name, key in keys.items()}
-
-
-def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """The config with the family's defaults for keys that it leaves out."""
-    assumed = {**_COMMON, **defaults}
+def _completed(fields: Fields, family: Any) -> Fields:
+    """The config with the family's defaults for keys that it leaves out or should not state."""
+    assumed = {**_COMMON, **family.defaults}
     if fields.get("rope_parameters") is not None:
         assumed.pop("rope_scaling", None)
-    return Fields({**assumed, **fields.values}, fields.where)
+    stated = {key: value for key, value in fields.values.items() if key not in family.ignored}
+    return Fields({**assumed, **stated}, fields.where)
 
 
 def _heads(family: Any, fields: Fields, num_ranks: int) -> dict[str, Any]:
@@ -246,7 +236,6 @@ def _heads(family: Any, fields: Fields, num_ranks: int) -> dict[str, Any]:
 
 
 def _positions(family: Any, fields: Fields, num_layers: int, head_dim: int) -> dict[str, Any]:
-    """The window and the rope of each layer, and the longest context."""
     layer_types = family.layer_types(fields, num_layers)
     window = fields.integer("sliding_window", default=None) if SLIDING in layer_types else None
     ropes = family.rope_specs(fields, layer_types, head_dim)
@@ -311,10 +300,8 @@ def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def _check_features(fields: Fields, family: Any) -> None:
-    refused = [] if family.bidirectional else ["use_bidirectional_attention"]
-    refused += [] if family.soft_caps else ["attn_logit_softcapping"]
-    for key in refused:
-        if fields.get(key) not in (None, False):
+    for key in (_SEES_AHEAD, _SOFT_CAP):
+        if key not in family.computed and fields.get(key) not in (None, False):
             kind = str(fields.get("model_type"))[:60]
             raise UnsupportedModelError(
                 f"{key} is set in {fields.where}, which {kind!r} is computed without here, so that "
@@ -391,7 +378,7 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
     if base.kind == "longrope":
         return _long(base, stated, config)
     scaled = base if base.kind == "default" else _scaled(base, stated, config)
-    return _sectioned(scaled, stated)
+    return _sectioned(scaled, stated, config)
 
 
 def with_layer_thetas(
@@ -411,12 +398,13 @@ def with_layer_thetas(
     return tuple(spec and replace(spec, theta=float(t)) if t else None for spec, t in pairs)
 
 
-def _sectioned(spec: RopeSpec, stated: Fields) -> RopeSpec:
-    """The rope with the sections of M-RoPE, where they are stated."""
+def _sectioned(spec: RopeSpec, stated: Fields, config: Fields) -> RopeSpec:
+    """The rope with the sections of M-RoPE, where they are stated; a family may say the order."""
     sections = stated.items("mrope_section")
     if sections is None:
         return spec
-    interleaved = stated.boolean("mrope_interleaved", default=False)
+    in_turn = config.boolean("mrope_interleaved", default=False)
+    interleaved = stated.boolean("mrope_interleaved", default=in_turn)
     whole = len(sections) == 3 and all(type(count) is int and count >= 0 for count in sections)
     if not whole or sum(sections) != spec.dims // 2:
         raise CheckpointError(
@@ -427,7 +415,6 @@ def _sectioned(spec: RopeSpec, stated: Fields) -> RopeSpec:
 
 
 def _stated(config: Fields, layer_type: str) -> Fields:
-    """One flat object with rope_theta in it, whatever the spelling."""
     new = config.fields("rope_parameters")
     if new is not None and isinstance(new.get(layer_type), dict):
         new = new.fields(layer_type)
@@ -459,8 +446,8 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
     if kinds[0] == "default":
         return Fields({**new.values, **old.present, "rope_type": kinds[1]}, old.where)
     stated, repeated = new.present, old.present
-    both = stated.keys() & repeated.keys() - {"type", "rope_type"}
-    if kinds[0] != kinds[1] or any(stated[key] != repeated[key] for key in both):
+    shared = stated.keys() & repeated.keys() - {"type", "rope_type"}
+    if kinds[0] != kinds[1] or any(stated[key] != repeated[key] for key in shared):
         raise CheckpointError(
             f"{new.where} and {old.where} scale positions in two ways; leave one of them out."
         )

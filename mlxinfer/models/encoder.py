@@ -94,12 +94,10 @@ class Encoder(Family):
     prefixes: ClassVar[Sequence[str]] = ()
     left_out: ClassVar[Sequence[str]] = ("pooler.", "cls.", "lm_head.", "classifier.", "head.")
     rotary: ClassVar[bool] = False
-    bidirectional = True
-    qkv_bias: ClassVar[bool] = True
+    computed = ("use_bidirectional_attention",)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Bidirectional, without logits, and with the epsilon of layer norms."""
         eps = config.fields.number("layer_norm_eps", low=0.0, high=1.0, default=1e-12)
         return replace(
             config,
@@ -116,11 +114,6 @@ class Encoder(Family):
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
         return super().rope_spec(fields, layer_type, head_dim) if cls.rotary else None
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """On all of attention's projections, or on none."""
-        return cls.qkv_bias, cls.qkv_bias
 
     @classmethod
     def tensor_name(cls, name: str) -> str | None:

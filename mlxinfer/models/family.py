@@ -1,8 +1,9 @@
 """A model family: reads a config, renames a checkpoint's tensors, and builds a decoder from both.
 
-`Family` is Llama. A subclass in families/ states what its architecture does differently, by a class
-attribute or by one overridden method; nothing outside its file, and its row in registry.py, knows
-the architecture.
+`Family` is Llama. A subclass in families/ states what its architecture does differently: by data (a
+class attribute), by a part in place of a method (the functions at the end of this file, or another
+family's method), or by a method of its own. Nothing outside its file, and its row in registry.py,
+knows the architecture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,18 +24,15 @@ from ..layers.rope import RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from ..metal_kernels.attention_heads import HeadsForm
 from ..metal_kernels.paged_attention import Softmax
-from .config import FULL, ModelConfig, read_layer_types, read_rope
+from .config import ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
+from .experts import PACKED, PackedExperts, read_experts
 from .forms import HeadNorms, MTPForm
 from .jsonfields import Fields
 from .language import arrays
 from .registry import language_name, name_ahead
 from .stage import BetweenStages
-from .weights.matrix import StoredMatrix, fused_experts
 from .weights.weights import Weights
-
-# Ends of the names of experts' stacks on the hub, where they are no modules of their own.
-PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 class Family:
@@ -43,11 +41,11 @@ class Family:
     Attributes:
         defaults: values of config.json where it is silent, as transformers has them.
         fits_float16: whether hidden states stay below 65,504.
+        ignored: fields of the config that the architecture's own definition does not read.
+        computed: fields of the config that other families refuse, as they compute without them.
+        biases: fields of the config that say whether the projections to Q, K and V have biases, and
+            whether the output's has one; None: it has none.
         head_norms: Q and K have an RMS norm over each head; None: they have none.
-        wide_norms: Q has one norm over the whole of it, and so has K.
-        norm_last: the norm of Q and K comes behind the rope, else before it.
-        sinks: attention has learned logits that take part in each softmax.
-        soft_caps: the scores of attention may have a soft cap.
         norm_offset: what is added to stored norm weights.
         mtp: how a predictor (MTP) is read, where a checkpoint has one; None: it is not.
         output_proj, final_norm: the checkpoint's names of attention's output projection, and of
@@ -56,42 +54,23 @@ class Family:
         names: parts of checkpoints' names of tensors, and what stands for each here, in this order.
         block_norms: names of the norms before and behind the mixer, and before and behind the other
             block; None: there is none.
+        packed_experts: the layout of experts where gate and up are one matrix.
         stacks: ends of the names of experts' stacks that the hub has without ".weight".
         folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
-        bidirectional: the config may say that tokens see what comes after them.
-        transposed_experts: stacks of experts on the hub have inputs before outputs.
-        alternating_experts: in packed stacks of experts, rows of gate and up alternate.
-        axes_in_turn: with M-RoPE the axes of pairs take turns, whether the config says so or not.
-        scaled_embeddings: embeddings are multiplied by the root of the hidden size, as in the first
-            Transformer.
-        windows: layers have windows if the config says so; False: never.
-        positions: layers have ropes; False: no layer has.
-        attention_biases: attention has biases if the config says so; False: never.
-        interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
-            apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     fits_float16: ClassVar[bool] = True
+    ignored: ClassVar[tuple[str, ...]] = ()
+    computed: ClassVar[tuple[str, ...]] = ()
+    biases: ClassVar[tuple[str | None, str | None]] = ("attention_bias", "attention_bias")
     head_norms: ClassVar[HeadNorms | None] = None
-    wide_norms: ClassVar[bool] = False
-    norm_last: ClassVar[bool] = False
-    sinks: ClassVar[bool] = False
-    soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     mtp: ClassVar[MTPForm | None] = None
-    axes_in_turn: ClassVar[bool] = False
-    scaled_embeddings: ClassVar[bool] = False
-    windows: ClassVar[bool] = True
-    positions: ClassVar[bool] = True
-    attention_biases: ClassVar[bool] = True
-    interleaved: ClassVar[bool] = False
+    packed_experts: ClassVar[PackedExperts] = PackedExperts()
     folded: ClassVar[tuple[str, ...]] = ()
     dense_matrices: ClassVar[tuple[str, ...]] = ()
-    bidirectional: ClassVar[bool] = False
-    transposed_experts: ClassVar[bool] = False
-    alternating_experts: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
     final_norm: ClassVar[str] = "model.norm"
     block_norms: ClassVar[tuple[str | None, ...]] = (
@@ -111,8 +90,6 @@ class Family:
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """FULL or SLIDING for each layer; see `read_layer_types`."""
-        if not cls.windows:
-            return [FULL] * num_layers
         stated = fields.items("layer_types") is not None
         return (read_layer_types if stated else cls.unstated_types)(fields, num_layers)
 
@@ -134,17 +111,15 @@ class Family:
     @classmethod
     def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
         """Whether the tokens of each layer have positions."""
-        return [cls.positions] * len(layer_types)
+        return [True] * len(layer_types)
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
         """The rope of the layers of a type; None: they have no positions."""
-        spec = read_rope(fields, layer_type, head_dim=head_dim)
-        return replace(spec, interleaved=True) if spec.sections and cls.axes_in_turn else spec
+        return read_rope(fields, layer_type, head_dim=head_dim)
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
-        """Numbers of a head that has positions: as stated, or its share of the hidden size."""
         if stated := fields.integer("head_dim", high=2**14, default=None):
             return stated
         hidden_size = fields.integer("hidden_size", high=2**20)
@@ -154,12 +129,6 @@ class Family:
                 "leaves nothing for a head; expected more, or a head_dim."
             )
         return hidden_size // num_heads
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """Whether the projections to Q, K and V have biases, and whether the output's has one."""
-        stated = cls.attention_biases and fields.boolean("attention_bias", default=False)
-        return stated, stated
 
     @classmethod
     def whole_because(cls, config: ModelConfig) -> str | None:
@@ -173,7 +142,6 @@ class Family:
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """The arrays that pass from one layer to the next, for pipeline stages."""
         return BetweenStages((config.hidden_size,))
 
     @classmethod
@@ -257,7 +225,7 @@ class Family:
             norm=norm,
             lm_head=lm_head,
             activation_dtype=weights.dtype,
-            embed_scale=self.embed_scale,
+            embed_scale=self.embed_scale(),
             entry=entry,
             adapter_targets=weights.adapter_targets or (),
         )
@@ -272,24 +240,20 @@ class Family:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the token table."""
         return self.config.vocab_size
 
     def output_head(self) -> Projection:
-        """The output projection to the logits of all tokens."""
         return self.weights.head("lm_head", (self.config.vocab_size, self.config.hidden_size))
 
-    @property
     def embed_scale(self) -> float | None:
         """Multiplies the embeddings; None: 1."""
-        return float(self.config.hidden_size**0.5) if self.scaled_embeddings else None
+        return None
 
     def entry(self) -> Entry | None:
         """The part between embeddings and layers; None: there is none."""
         return None
 
     def last_norm(self) -> Norm:
-        """Behind the last layer."""
         return self.norm(self.final_norm)
 
     @property
@@ -299,7 +263,6 @@ class Family:
 
     @property
     def mtp_streams(self) -> int:
-        """Residual streams of a predictor."""
         return self.num_streams
 
     def mtp_norm(self, path: str) -> Norm | None:
@@ -357,26 +320,28 @@ class Family:
             spec=replace(kv_spec, rope_axes=spec.num_axes if spec else 1),
             softmax=Softmax(
                 config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
-                self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
+                self.sinks(index),
                 config.score_softcap,
             ),
             rope=self.rope(spec, dim) if spec else None,
         )
-        return self._with_norms(args, index)
+        return self.with_norms(args, index)
 
-    def _with_norms(self, args: AttentionArgs, index: int) -> AttentionArgs:
+    def sinks(self, index: int) -> mx.array | None:
+        """(heads,) learned logits that take part in each softmax; None: the layer has none."""
+        return None
+
+    def with_norms(self, args: AttentionArgs, index: int) -> AttentionArgs:
         """`args` with the norms of Q, K and V, and the kernel that does them and the rope."""
         config, (kv_heads, dim) = self.config, self.config.heads_of(index)
-        norms_values = self.head_norms is not None and self.head_norms.values
-        if norms_values:
+        norms = self.head_norms or HeadNorms()
+        if norms.values:
             args.v_norm = RMSNorm(mx.ones(dim, self.weights.dtype), config.rms_norm_eps)
-        if self.wide_norms:  # no kernel has them
-            return replace(args, qk_norm=self._wide_norm(index))
-        weight = self.head_norm_weight(index) if self.has_head_norms() else None
+        weight = self.head_norm_weight(index)
         if weight is not None:
-            args.qk_norm, args.norm_last = RMSNorm(weight, config.rms_norm_eps), self.norm_last
+            args.qk_norm, args.norm_last = RMSNorm(weight, config.rms_norm_eps), norms.behind_rope
         form = HeadsForm(
-            args.num_heads, kv_heads, dim, norm=weight is not None, norms_values=norms_values
+            args.num_heads, kv_heads, dim, norm=weight is not None, norms_values=norms.values
         )
         args.make_heads = heads_maker(form, config.ropes[index], weight, config.rms_norm_eps)
         return args
@@ -399,33 +364,21 @@ class Family:
         return self.weights.linear(path, config.hidden_size, inner, bias=config.o_bias)
 
     def qkv(self, index: int) -> Projection:
-        """The projection of a layer to Q, K and V."""
         config, path = self.config, f"model.layers.{index}.self_attn"
         kv_heads, dim = config.heads_of(index)
-        heads, spec = [config.num_heads_of(index), kv_heads, kv_heads], config.ropes[index]
-        orders = None
-        if self.interleaved and spec is not None:
-            orders = [*(rotary_order(count, 0, spec.dims, dim) for count in heads[:2]), None]
+        heads = [config.num_heads_of(index), kv_heads, kv_heads]
         dims = dim, dim, config.value_dim or dim
         return self.weights.fused(
             [f"{path}.{name}_proj" for name in "qkv"],
             [count * head_dim for count, head_dim in zip(heads, dims, strict=True)],
             config.hidden_size,
             bias=config.qkv_bias,
-            orders=orders,
+            orders=[*(self.head_order(count, index) for count in heads[:2]), None],
         )
 
-    def _wide_norm(self, index: int) -> Norm:
-        config, path = self.config, f"model.layers.{index}.self_attn"
-        return WideQKNorm(
-            self.norm(f"{path}.q_norm", config.num_heads * config.head_dim),
-            self.norm(f"{path}.k_norm", config.num_kv_heads * config.head_dim),
-            config.num_heads,
-        )
-
-    def has_head_norms(self) -> bool:
-        """Whether Q and K have a norm over each head."""
-        return self.head_norms is not None
+    def head_order(self, num_heads: int, index: int) -> Sequence[int] | None:
+        """The checkpoint's index of each number of so many heads of Q or K; None: as it is here."""
+        return None
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         """The rope of a spec over heads of a size; layers that agree in both share it."""
@@ -434,17 +387,18 @@ class Family:
             self._ropes[key] = rope_of(spec, head_dim, self.weights.dtype)
         return self._ropes[key]
 
-    def head_norm_weight(self, index: int) -> mx.array:
-        """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own."""
+    def head_norm_weight(self, index: int) -> mx.array | None:
+        """(H + Hkv, D) for one norm over the heads of Q and K together; None: there is none."""
+        if self.head_norms is None:
+            return None
         path, (kv_heads, dim) = f"model.layers.{index}.self_attn", self.config.heads_of(index)
         counts = self.config.num_heads_of(index), kv_heads
-        names = (self.head_norms or HeadNorms()).names
         parts = [
             mx.broadcast_to(
                 self.weights.take(f"{path}.{name}.weight", (dim,), offset=self.norm_offset),
                 (count, dim),
             )
-            for name, count in zip(names, counts, strict=True)
+            for name, count in zip(self.head_norms.names, counts, strict=True)
         ]
         return mx.concatenate(parts)
 
@@ -452,7 +406,6 @@ class Family:
 
     @cached_property
     def activation(self) -> Gated:
-        """The gated activation of all feed-forward blocks, as the config names it."""
         return gated(self.config.activation, self.weights.dtype)
 
     def dense_mlp(
@@ -506,62 +459,52 @@ class Family:
         return self.weights.block(mixture)
 
     def expert_projections(self, path: str) -> tuple[ExpertProjection, ExpertProjection]:
-        """Gate beside up, and down, of the experts at `path`.
-
-        They are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
-        `experts.0.gate_proj` and so on, or the stacks `experts.gate_up_proj`, the gate first, and
-        `experts.down_proj`, as on the hub.
-        """
-        config, weights = self.config, self.weights
-        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        apart = f"{path}.experts.gate_proj.weight" in weights  # as MLX stacks, under another name
-        packed = not apart and any(
-            f"{path}.experts.{name}.weight" in weights
-            for name in ("gate_up_proj", "down_proj", "0.gate_up_proj")
-        )
-        if packed:
-            shape, kinds = (count, 2 * inner, hidden), [inner, inner]
-            parts = [self._packed(f"{path}.experts", "gate_up_proj", shape, kinds)]
-        else:
-            parts = [
-                self._stacked(path, projection, (count, inner, hidden))
-                for projection in ("gate", "up")
-            ]
-        # One projection after the other: together, the experts and what is made of them are held.
-        gate_up = fused_experts(parts)
-        del parts
-        weights.evaluate(list(arrays(gate_up)))
-        shape = count, hidden, inner
-        if packed:
-            down = self._packed(f"{path}.experts", "down_proj", shape)
-        else:
-            down = self._stacked(path, "down", shape)
-        return gate_up, down.expert_projection()
+        """Gate beside up, and down, of the experts at `path`; see `read_experts`."""
+        config = self.config
+        shape = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        return read_experts(self.weights, path, self.packed_experts, shape)
 
     def router(self, path: str) -> Projection:
         """The scores of experts (T, E), before they are weighed."""
         return self.weights.linear(path, self.config.num_experts, self.config.hidden_size)
 
-    def _stacked(self, path: str, projection: str, shape: tuple[int, int, int]) -> StoredMatrix:
-        single = f"{path}.experts.{{}}.{projection}_proj"
-        name = f"{path}.experts.{projection}_proj"
-        if f"{name}.weight" not in self.weights:
-            name = f"{path}.switch_mlp.{projection}_proj"
-        return self.weights.experts(name, single, shape)
 
-    def _packed(
-        self,
-        path: str,
-        projection: str,
-        shape: tuple[int, int, int],
-        parts: Sequence[int] | None = None,
-    ) -> StoredMatrix:
-        """The experts' matrices of one name in the hub's layout: one tensor, or one an expert."""
-        name = f"{path}.{projection}"
-        as_computed = shape[1] != shape[2] and self.weights.has_shape(f"{name}.weight", shape)
-        if as_computed or not self.transposed_experts:
-            return self.weights.experts(name, f"{path}.{{}}.{projection}", shape, parts=parts)
-        count, out_dims, in_dims = shape
-        weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)
-        stored = StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
-        return self.weights.named(stored, name, f"{name}.weight", outputs_axis=-1)
+# -- parts that families name -----------------------------------------------------------------
+
+
+def no_positions(
+    fields: Fields, layer_types: Sequence[str], head_dim: int
+) -> tuple[RopeSpec | None, ...]:
+    """As `Family.rope_specs`: no layer has positions."""
+    return (None,) * len(layer_types)
+
+
+def root_of_width(family: Family) -> float:
+    """As `Family.embed_scale`: the root of the hidden size, as in the first Transformer."""
+    return float(family.config.hidden_size**0.5)
+
+
+def learned_sinks(family: Family, index: int) -> mx.array:
+    """As `Family.sinks`: the tensor `sinks` of the layer's attention."""
+    shape = (family.config.num_heads_of(index),)
+    return family.weights.take(f"model.layers.{index}.self_attn.sinks", shape)
+
+
+def pairs_apart(family: Family, num_heads: int, index: int) -> list[int] | None:
+    """As `Family.head_order`, of checkpoints where rotary pairs stand side by side.
+
+    Here they are half a part apart. Q and K alike are put so, which leaves every score as it is.
+    """
+    spec, (_, dim) = family.config.ropes[index], family.config.heads_of(index)
+    return None if spec is None else rotary_order(num_heads, 0, spec.dims, dim)
+
+
+def with_wide_norms(family: Family, args: AttentionArgs, index: int) -> AttentionArgs:
+    """As `Family.with_norms`: Q has one norm over the whole of it, and so has K. No kernel does."""
+    config, path = family.config, f"model.layers.{index}.self_attn"
+    norm = WideQKNorm(
+        family.norm(f"{path}.q_norm", config.num_heads * config.head_dim),
+        family.norm(f"{path}.k_norm", config.num_kv_heads * config.head_dim),
+        config.num_heads,
+    )
+    return replace(args, qk_norm=norm)

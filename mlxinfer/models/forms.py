@@ -9,6 +9,7 @@ class HeadNorms:
 
     names: tuple[str, str] = ("q_norm", "k_norm")  # of both in a checkpoint
     values: bool = False  # V has one too, without weights
+    behind_rope: bool = False  # else before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from ..errors import InvalidRequestError
 from ..layers.step import FINAL
 from .config import SLIDING, ModelConfig
 from .decoder import Model
-from .family import PACKED, Family
+from .experts import PACKED
+from .family import Family
 from .forms import MTPForm
 from .predictor import JoinedBlock, Predictor, PredictorBlock, StreamBlock, weights_beside
 from .registry import family, language_name, layer_ahead, name_ahead
@@ -79,7 +80,6 @@ class _Names:
     """Renames a predictor's tensors to those of further layers; None: not a predictor's.
 
     Args:
-        first, count: of these layers.
         rename: of the family, for what lies in a layer.
     """
 
@@ -108,7 +108,6 @@ def _longer(config: ModelConfig, blocks: Sequence[str], *, sparse: bool) -> Mode
     They are like the last one of its kind where `mtp_layer_types` states that.
 
     Args:
-        config: of the model.
         blocks: what each of these layers is; none: there is one.
         sparse: whether they have experts.
     """
@@ -118,15 +117,15 @@ def _longer(config: ModelConfig, blocks: Sequence[str], *, sparse: bool) -> Mode
     (kind, *_) = config.fields.items("mtp_layer_types") or (None,)
     alike = [i for i in attending if (config.windows[i] is not None) == (kind == SLIDING)]
     last = max(alike if kind and alike else attending)
-    more: dict[str, Any] = {
+    longer: dict[str, Any] = {
         name: (*values, *[values[last]] * count)
         for name in ("windows", "ropes", "query_heads", "heads", "states", "extra_specs")
         if (values := getattr(config, name))
     }
     whole = config.sparse_layers or (False,) * config.num_layers
-    more["sparse_layers"] = (*whole, *[sparse] * count)
+    longer["sparse_layers"] = (*whole, *[sparse] * count)
     blocks = (*config.blocks, *blocks)
-    return replace(config, num_layers=config.num_layers + count, blocks=blocks, **more)
+    return replace(config, num_layers=config.num_layers + count, blocks=blocks, **longer)
 
 
 def _head(builder: Family, form: MTPForm, model: Model) -> Predictor:

@@ -40,8 +40,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """One source of one projection."""
-
     target: int
     part: int
     total: int  # outputs of the checkpoint's matrix
@@ -108,7 +106,6 @@ class Targets:
     def _aliases(
         self, path: str
     ) -> list[tuple[str, NDArray[np.int32] | None, NDArray[np.int32] | None]]:
-        """The matrices of the model that a path means: name, outputs taken, outputs put."""
         if path in self._spots:
             return [(path, None, None)]
         block, _, name = path.rpartition(".")
@@ -129,10 +126,8 @@ class Targets:
 
     def _half(self, name: str, total: int) -> NDArray[np.int32]:
         """The outputs of gate or up among those of both."""
-        which = _HALVES.index(name)
-        if self._family.alternating_experts:
-            return np.arange(which, total, 2, dtype=np.int32)
-        return np.arange(which * total // 2, (which + 1) * total // 2, dtype=np.int32)
+        half = self._family.packed_experts.half(_HALVES.index(name), total)
+        return np.arange(total, dtype=np.int32)[half]
 
     def _no_target(
         self, module: AdapterModule, path: str, adapter: AdapterFolder
@@ -229,7 +224,6 @@ def _shapes(
 
 
 def by_target(placements: Sequence[Placement]) -> dict[int, list[Placement]]:
-    """Placements of each projection, in the order of the model."""
     by_target_index: dict[int, list[Placement]] = {}
     for placement in placements:
         by_target_index.setdefault(placement.target, []).append(placement)

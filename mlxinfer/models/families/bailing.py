@@ -84,7 +84,6 @@ class BailingHybrid(KimiLinear):
         return (self.weights.linear(f"{path}_proj", width, self.config.hidden_size),)
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and shared experts, limited as stated."""
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.sparse_layers[index]:
             return Family.mlp(self, index)

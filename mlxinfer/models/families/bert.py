@@ -33,6 +33,7 @@ class Bert(Encoder):
         "max_position_embeddings": 512,
         "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
+        "attention_bias": True,
     }
     prefixes = ("bert.", "roberta.", "xlm_roberta.")
     names: ClassVar = {

@@ -15,7 +15,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
-from ..family import Family
+from ..family import Family, root_of_width
 from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, V3Experts, shared_expert
@@ -80,7 +80,7 @@ class HyV3(V3Experts):
     }
     mtp = MTPForm()
     head_norms = HeadNorms()
-    windows = False
+    ignored: ClassVar[tuple[str, ...]] = ("sliding_window",)
     keys = V3_KEYS
     names: ClassVar = {
         ".mlp.router.gate.": ".mlp.gate.",
@@ -106,7 +106,7 @@ class Afmoe(HyV3):
         "sliding_window_pattern": 4,
         "mup_enabled": False,
     }
-    windows = True
+    ignored = ()
     keys = V3_KEYS | {"global_attn_every_n_layers": "sliding_window_pattern"}
     block_norms = (
         "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"
@@ -116,11 +116,8 @@ class Afmoe(HyV3):
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
         return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
 
-    @property
     def embed_scale(self) -> float | None:
-        """As the embeddings of the original Transformer, where the config says so."""
-        scaled = self.config.fields.boolean("mup_enabled")
-        return float(self.config.hidden_size**0.5) if scaled else None
+        return root_of_width(self) if self.config.fields.boolean("mup_enabled") else None
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
         return self.qkv(index), self.gates(index, "gate_proj")
@@ -160,7 +157,6 @@ class Ernie4_5MoE(Ernie4_5):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """The layers that have experts, and how many."""
         fields, num_layers = config.fields, config.num_layers
         first = fields.integer("moe_layer_start_index", low=0)
         last = fields.integer("moe_layer_end_index", low=-1) % num_layers
@@ -177,7 +173,6 @@ class Ernie4_5MoE(Ernie4_5):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP, or experts and shared experts."""
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.sparse_layers[index]:
             return super().mlp(index)

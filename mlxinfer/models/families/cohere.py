@@ -15,7 +15,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_rope
 from ..decoder import ParallelLayer
-from ..family import Family
+from ..family import Family, pairs_apart
 from ..jsonfields import Fields
 from .deepseek import sparse_layers
 
@@ -34,7 +34,7 @@ class Cohere2(Family):
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
-    interleaved = True
+    head_order = pairs_apart
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
@@ -125,7 +125,6 @@ class Cohere2MoE(Cohere2):
         return super().norm(path, dims, eps)
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP, or experts with a shared one."""
         config, fields, path = self.config, self.config.fields, f"model.layers.{index}.mlp"
         if not config.sparse_layers[index]:
             inner = fields.integer("prefix_dense_intermediate_size", high=2**22)

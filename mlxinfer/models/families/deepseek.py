@@ -68,7 +68,6 @@ class V3Experts(Family):
         return with_experts(config)
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and shared experts."""
         path = f"model.layers.{index}.mlp"
         if not self.config.sparse_layers[index]:
             return super().mlp(index)
@@ -108,7 +107,6 @@ class DeepseekV3(V3Experts):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """The scale of the scores, which layers have experts, and what the cache keeps."""
         fields, dims = config.fields, LatentDims.of(config.fields)
         if not dims.rope and any(config.ropes):
             raise CheckpointError(f"qk_rope_head_dim in {fields.where} is 0; positions need some.")
@@ -126,7 +124,7 @@ class DeepseekV3(V3Experts):
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> LayerMixer:
-        """Latent attention; rotary pairs: see `Family.interleaved`."""
+        """Latent attention; rotary pairs: see `pairs_apart`."""
         config, weights, dims = self.config, self.weights, LatentDims.of(self.config.fields)
         path, spec = f"model.layers.{index}.self_attn", config.ropes[index]
         latent = config.cache_spec(index)
@@ -192,10 +190,10 @@ class DeepseekV3(V3Experts):
                 key_reads_latent=False,
             )
         width = dims.nope + dims.value
-        both = weights.matrix(f"{path}.kv_b_proj", (heads * width, dims.rank)).by_head(heads)
+        kv_b = weights.matrix(f"{path}.kv_b_proj", (heads * width, dims.rank)).by_head(heads)
         return LatentProjection(
-            both.rows(0, dims.nope).head_linear(),
-            both.rows(dims.nope, width).head_linear(),
+            kv_b.rows(0, dims.nope).head_linear(),
+            kv_b.rows(dims.nope, width).head_linear(),
             (dims.nope, dims.value),
             key_reads_latent=True,
         )
@@ -265,7 +263,6 @@ class DeepseekV32(DeepseekV3):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Add the indexer: the size of its key, and the number of tokens that a token sees."""
         config, fields = super().configure(config), config.fields
         if LatentDims.of(fields).query_rank is None:
             raise CheckpointError(

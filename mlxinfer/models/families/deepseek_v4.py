@@ -93,7 +93,7 @@ class DeepseekV4(MixedStreams):
         "swiglu_limit": 10.0,
         "max_position_embeddings": 1_048_576,
     }
-    attention_biases = False
+    ignored = ("attention_bias",)
     folded = (".self_attn.o_a_proj",)
     dense_matrices = (".mlp.gate",)
 
@@ -132,7 +132,6 @@ class DeepseekV4(MixedStreams):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Check what only this family has, and set its experts."""
         fields = config.fields
         fields.require({"scoring_func": ["sqrtsoftplus"], "hidden_act": ["silu"]})
         kinds = fields.items("layer_types") or []
@@ -180,7 +179,6 @@ class DeepseekV4(MixedStreams):
         return WeightedStreams(logits, Family.last_norm(self), self.config.fields.number("hc_eps"))
 
     def layer(self, index: int) -> Layer:
-        """Connections around both blocks, each with the norm of what its block reads."""
         path = f"model.layers.{index}"
         names = ("hc_attn", "input_layernorm"), ("hc_ffn", "post_attention_layernorm")
         to_mixer, to_mlp = (
@@ -191,7 +189,6 @@ class DeepseekV4(MixedStreams):
     # -- attention ------------------------------------------------------------------------------
 
     def mixer(self, index: int) -> LayerMixer:
-        """The window, and the entries that the layer sees beside that."""
         config, fields, weights = self.config, self.config.fields, self.weights
         path, spec, kv_spec = (
             f"model.layers.{index}.self_attn",
@@ -227,7 +224,6 @@ class DeepseekV4(MixedStreams):
         return self.config.fields.integer("q_lora_rank", high=2**20)
 
     def _groups(self, path: str, groups: int, rank: int, inner: int) -> Any:
-        """A matrix for each group of heads, side by side as on the hub, or stacked."""
         name = f"{path}.weight"
         if name in self.weights and len(self.weights.shape(name)) == 3:
             return self.weights.matrix(path, (groups, rank, inner)).head_linear()

@@ -53,7 +53,7 @@ class FalconH1(Family):
     }
     final_norm = "model.final_layernorm"
     block_norms = ("input_layernorm", None, "pre_ff_layernorm", None)
-    windows = False
+    ignored = ("sliding_window",)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -76,7 +76,6 @@ class FalconH1(Family):
             config = replace(config, logit_scale=tied if config.tie_word_embeddings else 1.0)
         super().__init__(config, weights)
 
-    @property
     def embed_scale(self) -> float | None:
         return None if self.of_mlx else self.config.fields.number("embedding_multiplier")
 
@@ -87,7 +86,6 @@ class FalconH1(Family):
         return ParallelMixers([self.mamba(index), attention])
 
     def mamba(self, index: int) -> Mamba2:
-        """The recurrent half of a layer."""
         config, path, dims = self.config, f"model.layers.{index}.mamba", self.dims
         fields, hidden = config.fields, config.hidden_size
         in_proj = self._matrix(
@@ -132,7 +130,6 @@ class FalconH1(Family):
         return self._scaled(path, shape, factor, bias=self.config.o_bias)
 
     def mlp(self, index: int) -> FeedForward:
-        """The multipliers of the gate, before its activation, and of the output."""
         config, path = self.config, f"model.layers.{index}.feed_forward"
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         gate_factor, down_factor = _numbers(config.fields, "mlp_multipliers", 2)

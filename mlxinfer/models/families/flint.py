@@ -8,7 +8,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING
-from ..family import Family
+from ..family import Family, learned_sinks
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 
@@ -33,7 +33,7 @@ class Flint(Family):
         "mlp_only_layers": [0, 1],
     }
     head_norms = HeadNorms()
-    sinks = True
+    sinks = learned_sinks
     dense_matrices = (".mlp.gate",)
     names: ClassVar = {".softmax_offset": ".sinks"}
 
@@ -52,7 +52,6 @@ class Flint(Family):
         return [i not in stated for i in range(len(layer_types))]
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP in the layers that are listed, else experts beside a shared one."""
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.sparse_layers[index]:
             return super().mlp(index)

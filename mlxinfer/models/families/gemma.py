@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ..config import ModelConfig
-from ..family import Family
+from ..family import Family, root_of_width
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 
@@ -12,14 +12,12 @@ SPANS = "sees_spans"  # our own key: features of a picture see each other
 
 
 def language_fields(config: Fields, model_type: str) -> Fields:
-    """The text_config of a multimodal model of this type, or the whole config of a text model."""
     text = config.fields("text_config")
     fields = config if text is None or config.get("model_type") != model_type else text
     return Fields({**fields.values, "model_type": f"{model_type}_text"}, fields.where)
 
 
 def sees_pictures(config: Fields) -> bool:
-    """Whether config.json describes a part that sees."""
     return config.get("vision_config") is not None
 
 
@@ -41,9 +39,9 @@ class Gemma2(Family):
         "tie_word_embeddings": True,
     }
     fits_float16 = False
-    soft_caps = True
+    computed: ClassVar[tuple[str, ...]] = ("attn_logit_softcapping",)
     norm_offset = 1.0
-    scaled_embeddings = True
+    embed_scale = root_of_width
     block_norms = (
         "input_layernorm",
         "post_attention_layernorm",
@@ -69,14 +67,12 @@ class Gemma3(Gemma2):
         "rope_local_base_freq": 10_000.0,
         "tie_word_embeddings": True,
     }
-    soft_caps = False
+    computed = ("use_bidirectional_attention",)  # EmbeddingGemma
     head_norms = HeadNorms()
-    bidirectional = True  # EmbeddingGemma
-    attention_biases = False
+    ignored = ("attention_bias",)
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The text_config of a multimodal model, where features of a picture see each other."""
         fields = language_fields(config, "gemma3")
         return Fields({**fields.values, SPANS: sees_pictures(config)}, fields.where)
 

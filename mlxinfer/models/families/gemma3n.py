@@ -20,7 +20,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
 from ..decoder import Entry
-from ..family import Family
+from ..family import Family, root_of_width
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
@@ -143,8 +143,6 @@ class StreamedLayer(Layer):
 
     Args:
         norms: before and behind the mixer, before and behind the feed-forward block.
-        mixer, mlp: the blocks.
-        altup, laurel: as above.
         gate: adds what the layer makes of its per-layer input to all streams but the first.
         scale: (hidden,) of what the gate reads; None: 1.
     """
@@ -211,7 +209,7 @@ class Gemma3n(Family):
         "tie_word_embeddings": True,
     }
     fits_float16 = False
-    scaled_embeddings = True
+    embed_scale = root_of_width
     head_norms = HeadNorms(values=True)
 
     @classmethod
@@ -248,7 +246,6 @@ class Gemma3n(Family):
         return self.config.fields.integer("altup_num_inputs")
 
     def entry(self) -> Entry:
-        """Per-layer inputs, and the streams of an embedding."""
         inputs, hidden = per_layer_inputs(self), self.config.hidden_size
         if inputs is None:
             where = self.config.fields.where
@@ -303,7 +300,6 @@ class Gemma3n(Family):
         return shared_or_own(self, index, super().mixer)
 
     def mlp(self, index: int) -> FeedForward:
-        """As wide as the config says, its gate cut where that says so."""
         config, path = self.config, f"model.layers.{index}.mlp"
         inner = _widths(config.fields, config.intermediate_size, config.num_layers)[index]
         made = self.dense_mlp(path, inner)
@@ -327,7 +323,6 @@ def _widths(fields: Fields, width: int, num_layers: int) -> list[int]:
 
 
 def _sparsity(fields: Fields, num_layers: int) -> list[float]:
-    """The share of each layer's gate that is cut off."""
     stated = fields.items("activation_sparsity_pattern")
     if stated is None:
         sparse = 10 if num_layers > 10 else 0

@@ -26,7 +26,7 @@ from ...metal_kernels.routing import Routing
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
-from ..family import Family
+from ..family import Family, root_of_width
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 from ..stage import BetweenStages
@@ -69,7 +69,6 @@ class ParallelExperts:
     Args:
         dense: the MLP with its norm before it.
         router_norm, router: (T, hidden) -> logits (T, E).
-        experts: the mixture.
         norms: behind the MLP, before the experts and behind them.
     """
 
@@ -91,7 +90,6 @@ class ParallelExperts:
         self.norms = tuple(norms)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of both blocks."""
         return kernels_of(model, self.dense, self.experts)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
@@ -107,7 +105,6 @@ class ScaledLayer(Layer):
 
     Args:
         norms: before and behind the mixer, behind the second block.
-        mixer, mlp: the blocks.
         scalar: (1,) multiplies the output.
         gate: adds what the layer makes of its per-layer input; None: there is none.
     """
@@ -163,9 +160,9 @@ class Gemma4(Family):
     outer_type: ClassVar = "gemma4"  # of the multimodal model
     bidirectional_default: ClassVar[str | None] = None  # "vision": features see each other
     fits_float16 = False
-    scaled_embeddings = True
+    embed_scale = root_of_width
     head_norms = HeadNorms(values=True)
-    attention_biases = False
+    ignored = ("attention_bias",)
     names: ClassVar = {".experts.switch_glu.": ".switch_mlp."}
 
     @classmethod
@@ -224,11 +221,9 @@ class Gemma4(Family):
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """Hidden states, and for the E models per-layer inputs and shared keys."""
         return between_stages(config)
 
     def layer(self, index: int) -> Layer:
-        """Norms before and after both blocks, and a scalar."""
         path = f"model.layers.{index}"
         names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
         return ScaledLayer(
@@ -255,12 +250,11 @@ class Gemma4(Family):
         key = self.weights.matrix(f"{path}.k_proj", (kv_heads * dim, config.hidden_size))
         return fused([query, key, key])
 
-    def head_norm_weight(self, index: int) -> mx.array:
+    def head_norm_weight(self, index: int) -> mx.array | None:
         """If keys share numbers with values, the norm's factors for them go to the queries."""
         weight = super().head_norm_weight(index)  # (H + Hkv, D)
-        config = self.config
-        turning = config.turning[index]
-        if not turning:
+        config, turning = self.config, self.config.turning[index]
+        if weight is None or not turning:
             return weight
         half = config.heads_of(index)[1] // 2
         still = mx.arange(2 * half) % half >= turning // 2
@@ -269,7 +263,6 @@ class Gemma4(Family):
         return mx.concatenate([queries, mx.where(still, mx.array(1, keys.dtype), keys)])
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP, and experts beside it where the config says so."""
         config, weights, path = self.config, self.weights, f"model.layers.{index}"
         dense = NormedMLP(
             self.norm(f"{path}.pre_feedforward_layernorm"),

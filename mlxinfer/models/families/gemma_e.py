@@ -60,8 +60,8 @@ class PerLayerGate:
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         assert step.per_layer is not None
-        both = mx.concatenate([self.gate(x), step.per_layer[:, self.index]], axis=-1)
-        return self.norm(self.up(self.activation(both)))
+        gate_and_input = mx.concatenate([self.gate(x), step.per_layer[:, self.index]], axis=-1)
+        return self.norm(self.up(self.activation(gate_and_input)))
 
 
 _KEYS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")

@@ -3,12 +3,14 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import mlx.core as mx
+
 from ...errors import CheckpointError
 from ...layers.latent_attention import LatentAttention, RankedAttention
 from ...layers.mlp import FeedForward
 from ..config import ModelConfig
-from ..family import Family
-from ..forms import MTPForm
+from ..family import Family, pairs_apart
+from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .deepseek import PLAIN_ROUTING, DeepseekV3, DeepseekV32, V3Experts
@@ -25,15 +27,10 @@ class Glm(Family):
         "rms_norm_eps": 1.5625e-7,
         "max_position_embeddings": 131_072,
     }
-    interleaved = True
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """Never on the output."""
-        return fields.boolean("attention_bias"), False
+    biases = ("attention_bias", None)
+    head_order = pairs_apart
 
     def mlp(self, index: int) -> FeedForward:
-        """gate_up_proj, the gate first, and down_proj."""
         return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
 
@@ -90,14 +87,12 @@ class Glm4MoE(V3Experts):
         "use_qk_norm": False,
     }
     mtp = MTPForm()
+    head_norms = HeadNorms()
+    biases = ("attention_bias", None)
 
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """Never on the output."""
-        return fields.boolean("attention_bias", default=False), False
-
-    def has_head_norms(self) -> bool:
-        return self.config.fields.boolean("use_qk_norm")
+    def head_norm_weight(self, index: int) -> mx.array | None:
+        stated = self.config.fields.boolean("use_qk_norm")
+        return super().head_norm_weight(index) if stated else None
 
 
 class SolarOpen(Glm4MoE):

@@ -98,7 +98,6 @@ class Glm5Next(MixedStreams, KimiLinear):
 
     @cached_property
     def activation(self) -> Gated:
-        """SwiGLU with clipped inputs, in all feed-forward blocks."""
         limit = self.config.fields.number("swiglu_limit", above=0.0)
         return clipped_swiglu(self.weights.dtype, limit=limit)
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 from ...layers.mlp import FeedForward, Gated, clamped_swiglu
 from ...layers.moe import ExpertChoice, ExpertProjection
 from ...metal_kernels.routing import Routing
-from ..family import Family
+from ..experts import AlternatingExperts
+from ..family import Family, learned_sinks
 from ..quantization import MXFP4
 from ..weights.matrix import StoredMatrix, fused_experts
 
@@ -41,9 +42,9 @@ class GptOss(Family):
         },
         "experts_per_token": 4,
     }
-    sinks = True
+    sinks = learned_sinks
     stacks = ()  # MLX's are laid out otherwise
-    alternating_experts = True
+    packed_experts = AlternatingExperts()
 
     @cached_property
     def activation(self) -> Gated:
@@ -55,7 +56,6 @@ class GptOss(Family):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        """A mixture of experts, with a bias in the router too."""
         config, path = self.config, f"model.layers.{index}.mlp"
         hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
         return self.weights.block(
@@ -77,9 +77,9 @@ class GptOss(Family):
                 for name in ("gate_proj", "up_proj")
             ]
             return fused_experts(parts)
-        both = self._published(f"{path}.gate_up_proj", shape)
+        gate_up = self._published(f"{path}.gate_up_proj", shape)
         order = [*range(0, rows, 2), *range(1, rows, 2)]  # gates and ups alternate
-        return both.reordered(order).expert_projection()
+        return gate_up.reordered(order).expert_projection()
 
     def _down(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
         name = f"{path}.down_proj"

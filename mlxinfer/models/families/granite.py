@@ -15,7 +15,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, with_layer_thetas
 from ..decoder import ResidualLayer
-from ..family import Family
+from ..family import Family, learned_sinks
 from ..jsonfields import Fields
 from .mamba import MambaDims, plain_mamba_mixer
 from .recurrent import with_states
@@ -54,7 +54,6 @@ class Granite(Family):
             logit_scale=1 / config.fields.number("logits_scaling", above=0.0),
         )
 
-    @property
     def embed_scale(self) -> float:
         return self.config.fields.number("embedding_multiplier")
 
@@ -81,7 +80,7 @@ class GraniteHybrid(Granite):
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
     }
-    windows = False
+    ignored = ("sliding_window",)
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -111,7 +110,6 @@ class GraniteHybrid(Granite):
         return plain_mamba_mixer(self, f"model.layers.{index}.mamba", _dims(fields), bias=bias)
 
     def mlp(self, index: int) -> FeedForward:
-        """A shared MLP, and experts beside it where there are some."""
         config, path = self.config, f"model.layers.{index}"
         inner = config.fields.integer("shared_intermediate_size", high=2**22)
         if f"{path}.mlp.gate_proj.weight" in self.weights:  # as MLX checkpoints have it
@@ -133,7 +131,7 @@ class GraniteSWA(Granite):
         "tie_word_embeddings": True,
         "sliding_window": 128,
     }
-    sinks = True
+    sinks = learned_sinks
 
     @classmethod
     def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -159,7 +157,6 @@ class GraniteMoESWA(GraniteSWA):
     }
 
     def mlp(self, index: int) -> FeedForward:
-        """Experts, and a shared MLP beside them where it has a size."""
         path = f"model.layers.{index}"
         inner = self.config.fields.integer("shared_intermediate_size", low=0, high=2**22)
         shared = self.packed_mlp(f"{path}.shared_mlp", inner) if inner else None

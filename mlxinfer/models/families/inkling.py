@@ -23,11 +23,13 @@ from ...layers.residual_conv import ResidualConv
 from ...layers.step import Layer, Step
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
-from ..family import Family
+from ..experts import AlternatingExperts, Shape
+from ..family import Family, no_positions
 from ..jsonfields import Fields
 from ..quantization import MXFP8, NVFP4
 from ..stage import BetweenStages
 from ..weights.matrix import StoredMatrix
+from ..weights.weights import Weights
 from .deepseek import PLAIN_ROUTING, biased_routing
 
 _FRONTS: Mapping[str, str] = {  # of the vendor's names, in this order, and ours
@@ -157,6 +159,50 @@ class Loop(NamedTuple):
         return BlockPlace(order, sources, layer % self.block == 0)
 
 
+class ReleasedExperts(AlternatingExperts):
+    """Rows of gate and up alternate where they are published; here they do not."""
+
+    def matrix(
+        self, weights: Weights, path: str, name: str, shape: Shape, parts: Sequence[int] | None
+    ) -> StoredMatrix:
+        both = name == "gate_up_proj"
+        if both and f"{path}.gate_then_up.weight" in weights:
+            return super().matrix(weights, path, "gate_then_up", shape, parts)
+        stored = _released(weights, f"{path}.{name}", shape)
+        if stored is None:
+            stored = super().matrix(weights, path, name, shape, parts)
+        rows = range(shape[1])
+        return stored.reordered([*rows[::2], *rows[1::2]]) if both else stored
+
+
+def _released(weights: Weights, path: str, shape: Shape) -> StoredMatrix | None:
+    """Experts as they are released: codes, scales, and with 4 bits a factor of each expert.
+
+    None: they are stored in another way.
+    """
+    count, rows, in_dims = shape
+    if f"{path}.scale" not in weights:
+        return None
+    form = NVFP4 if f"{path}.amax" in weights else MXFP8
+    if in_dims % form.group_size:
+        raise CheckpointError(
+            f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
+        )
+    octets = weights.raw(f"{path}.weight", (count, rows, in_dims * form.bits // 8))
+    scales = weights.raw(f"{path}.scale", (count, rows, in_dims // form.group_size))
+    if octets.dtype != mx.uint8 or scales.dtype != mx.uint8:
+        raise CheckpointError(
+            f"{path} has codes of {octets.dtype} and scales of {scales.dtype}; expected bytes."
+        )
+    factors = None
+    if form is NVFP4:
+        parts = [f"{path}.{part}" for part in ("amax", "outer_scale_denominator")]
+        amax, whole = (weights.raw(n, weights.shape(n)).astype(mx.float32) for n in parts)
+        factors = mx.broadcast_to((amax / whole).flatten(), (count,))
+    stored = StoredMatrix(octets.view(mx.uint32), None, scales, None, form, factors=factors)
+    return weights.named(stored, path, f"{path}.weight")
+
+
 class Inkling2Loop(Family):
     """The text of Inkling 2 Mini. Source: transformers 5.24, Inkling2LoopForCausalLM."""
 
@@ -191,12 +237,12 @@ class Inkling2Loop(Family):
         "loop_gate_rank": 64,
         "tie_word_embeddings": False,
     }
-    alternating_experts = True
+    packed_experts = ReleasedExperts()
     keys = _SAME
     names: ClassVar = _MODULES
     stacks = ()
-    positions = False
-    attention_biases = False
+    rope_specs = staticmethod(no_positions)
+    ignored = ("attention_bias",)
 
     # -- the config -----------------------------------------------------------------------------
 
@@ -333,7 +379,6 @@ class Inkling2Loop(Family):
         )
 
     def _conv(self, conv: tuple[mx.array, Projection | None]) -> ResidualConv:
-        """A convolution with a state of its own."""
         taps, weight_proj = conv
         before, channels = taps.shape[0] - 1, taps.shape[1]
         return ResidualConv(taps, StateSpec((((before, channels), "float32"),)), weight_proj)
@@ -453,50 +498,6 @@ class Inkling2Loop(Family):
 
     def _mixture(self, path: str) -> FeedForward:
         return self.experts(path, biased_routing(self, path))
-
-    def _packed(
-        self,
-        path: str,
-        projection: str,
-        shape: tuple[int, int, int],
-        parts: Sequence[int] | None = None,
-    ) -> StoredMatrix:
-        """Rows of gate and up alternate where they are published; here they do not."""
-        if projection == "gate_up_proj" and f"{path}.gate_then_up.weight" in self.weights:
-            return super()._packed(path, "gate_then_up", shape, parts)
-        stored = self._released(f"{path}.{projection}", shape)
-        if stored is None:
-            stored = super()._packed(path, projection, shape, parts)
-        if projection != "gate_up_proj":
-            return stored
-        return stored.reordered([*range(0, shape[1], 2), *range(1, shape[1], 2)])
-
-    def _released(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix | None:
-        """Experts as they are released: codes, scales, and with 4 bits a factor of each expert.
-
-        None: they are stored in another way.
-        """
-        weights, (count, rows, in_dims) = self.weights, shape
-        if f"{path}.scale" not in weights:
-            return None
-        form = NVFP4 if f"{path}.amax" in weights else MXFP8
-        if in_dims % form.group_size:
-            raise CheckpointError(
-                f"{path} has {in_dims} inputs, which groups of {form.group_size} do not divide."
-            )
-        octets = weights.raw(f"{path}.weight", (count, rows, in_dims * form.bits // 8))
-        scales = weights.raw(f"{path}.scale", (count, rows, in_dims // form.group_size))
-        if octets.dtype != mx.uint8 or scales.dtype != mx.uint8:
-            raise CheckpointError(
-                f"{path} has codes of {octets.dtype} and scales of {scales.dtype}; expected bytes."
-            )
-        factors = None
-        if form is NVFP4:
-            parts = [f"{path}.{part}" for part in ("amax", "outer_scale_denominator")]
-            amax, whole = (weights.raw(n, weights.shape(n)).astype(mx.float32) for n in parts)
-            factors = mx.broadcast_to((amax / whole).flatten(), (count,))
-        stored = StoredMatrix(octets.view(mx.uint32), None, scales, None, form, factors=factors)
-        return weights.named(stored, path, f"{path}.weight")
 
     @cached_property
     def activation(self) -> Gated:

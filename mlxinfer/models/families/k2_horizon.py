@@ -83,7 +83,7 @@ class K2Horizon(Family):
         "router_score_func": ("sigmoid", None),
         "attention_gate_func": (None, "softplus"),
     }
-    windows = False
+    ignored = ("sliding_window",)
     keys = V3_KEYS
     dense_matrices = (".mlp.gate", ".self_attn.v_router")
 
@@ -125,20 +125,19 @@ class K2Horizon(Family):
 
     # -- attention ------------------------------------------------------------------------------
 
-    def has_head_norms(self) -> bool:
-        return self.config.fields.boolean("query_key_norm")
-
-    def head_norm_weight(self, index: int) -> mx.array:
-        """(H + Hkv, D): each head of Q and K has weights of its own."""
+    def head_norm_weight(self, index: int) -> mx.array | None:
+        """(H + Hkv, D): each head of Q and K has weights of its own; None: there is no norm."""
+        if not self.config.fields.boolean("query_key_norm"):
+            return None
         config, path = self.config, f"model.layers.{index}.self_attn"
         dim, counts = config.head_dim, (config.num_heads, config.num_kv_heads)
         parts = [
             self.weights.take(f"{path}.{name}.weight", (count * dim,)).reshape(count, dim)
             for name, count in zip(HeadNorms().names, counts, strict=True)
         ]
-        return mx.concatenate(parts)[:, mx.array(self._order(1))]
+        return mx.concatenate(parts)[:, mx.array(self.head_order(1, index))]
 
-    def _order(self, num_heads: int) -> list[int]:
+    def head_order(self, num_heads: int, index: int) -> list[int]:
         """The checkpoint's index of each number of heads whose first numbers are those that turn.
 
         Of each half of a head the first numbers turn.
@@ -151,18 +150,18 @@ class K2Horizon(Family):
 
     def qkv(self, index: int) -> Projection:
         """Q, K and V; values of a mixture of experts in the sparse layers of MoVA."""
+        if not self._num_value_experts(index):
+            return super().qkv(index)
         config, path = self.config, f"model.layers.{index}.self_attn"
-        counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        mixed = self._num_value_experts(index) > 0
-        names = "qk" if mixed else "qkv"
+        counts = config.num_heads, config.num_kv_heads
         together = self.weights.fused(
-            [f"{path}.{name}_proj" for name in names],
-            [count * config.head_dim for count in counts[: len(names)]],
+            [f"{path}.{name}_proj" for name in "qk"],
+            [count * config.head_dim for count in counts],
             config.hidden_size,
             bias=config.qkv_bias,
-            orders=[*map(self._order, counts[:2]), None][: len(names)],
+            orders=[self.head_order(count, index) for count in counts],
         )
-        return WithMixedValues(together, self._values(index)) if mixed else together
+        return WithMixedValues(together, self._values(index))
 
     def _num_value_experts(self, index: int) -> int:
         count = self.config.fields.integer("mova_num_experts", low=0, high=2**16)
@@ -189,7 +188,6 @@ class K2Horizon(Family):
         )
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
-        """With a gate for each number of the heads' outputs, where the config says so."""
         gated = self.config.fields.get("attention_gate_func") is not None
         return self.qkv(index), self.gates(index, "gate_proj") if gated else None
 
@@ -199,7 +197,6 @@ class K2Horizon(Family):
     # -- experts --------------------------------------------------------------------------------
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP, or experts beside shared ones."""
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.num_experts or not config.sparse_layers[index]:
             return super().mlp(index)

@@ -11,6 +11,7 @@ from ...layers.attention import LayerMixer
 from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
 from ..config import FULL, ModelConfig
+from ..family import no_positions
 from ..forms import MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
@@ -60,8 +61,8 @@ class KimiLinear(DeepseekV3):
         "rope_interleave": False,  # nothing turns
     }
     mtp: ClassVar[MTPForm | None] = None  # no definition of one is published
-    windows = False
-    positions = False
+    ignored = ("sliding_window",)
+    rope_specs = staticmethod(no_positions)
     keys = _NAMES
     names: ClassVar = {
         **PROJECTIONS,

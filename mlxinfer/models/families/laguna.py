@@ -57,7 +57,6 @@ class Laguna(Dots1):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the query heads of each layer, and the layers that have experts."""
         config.fields.require(cls.supported)
         return with_query_heads(super().configure(config), cls.query_heads(config))
 
@@ -67,7 +66,6 @@ class Laguna(Dots1):
         return config.fields.items("num_attention_heads_per_layer") or ()
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
-        """With one gate for each head, or for each number of the heads' outputs."""
         by_head = self.config.fields.get("gating") != "per-element"
         return self.qkv(index), self.gates(index, "g_proj", by_head=by_head)
 
@@ -75,7 +73,6 @@ class Laguna(Dots1):
         return replace(super().attention_args(index), gate=softplus)
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and a shared one."""
         fields, path = self.config.fields, f"model.layers.{index}.mlp"
         if not self.config.sparse_layers[index]:
             return Family.mlp(self, index)

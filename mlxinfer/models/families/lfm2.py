@@ -39,8 +39,7 @@ class Lfm2(Family):
     head_norms = HeadNorms(("q_layernorm", "k_layernorm"))
     output_proj = "out_proj"
     final_norm = "model.embedding_norm"
-    attention_biases = False
-    windows = False
+    ignored: ClassVar[tuple[str, ...]] = ("attention_bias", "sliding_window")
     block_norms = ("operator_norm", None, "ffn_norm", None)
     keys: ClassVar = {
         "norm_eps": "rms_norm_eps",
@@ -50,7 +49,6 @@ class Lfm2(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Set the states of convolutions, and the width of the feed-forward blocks."""
         fields = config.fields
         length = fields.integer("conv_L_cache", low=2, high=64)
         state = StateSpec((((length - 1, config.hidden_size), "float32"),))
@@ -63,7 +61,6 @@ class Lfm2(Family):
 
     @classmethod
     def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:
-        """For each layer, whether it is a convolution."""
         stated = fields.by_layer("layer_types", count=num_layers, known=("conv", FULL))
         if stated is not None:
             return [kind == "conv" for kind in stated]
@@ -115,7 +112,7 @@ class Lfm3(Lfm2):
     }
     output_proj = "o_proj"
     head_norms = HeadNorms()
-    attention_biases = True
+    ignored = ()
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
@@ -128,7 +125,6 @@ class Lfm3(Lfm2):
         return [kind == "conv" for kind in _lfm3_kinds(fields, num_layers)]
 
     def norm_names(self, index: int) -> Sequence[str | None]:
-        """Before both blocks, and behind them where the config says so."""
         if not self.config.fields.boolean("use_sandwich_norm"):
             return self.block_norms
         return "operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"

@@ -13,7 +13,7 @@ from ...layers.mlp import MLP, FeedForward, relu_squared
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..family import Family
+from ..family import Family, pairs_apart
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 
@@ -35,7 +35,7 @@ class Llama(Family):
     transformers and mlx-lm turn whole heads of this architecture, whatever the config says.
     """
 
-    windows = False
+    ignored = ("sliding_window",)
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -51,7 +51,7 @@ class IQuestCoder(Family):
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131_072,
     }
-    windows = False
+    ignored = ("sliding_window",)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -63,7 +63,7 @@ class Mistral(Family):
     """Mistral, and Ministral 8B of 2024: windows where the config states them, never a bias."""
 
     defaults: ClassVar = {"sliding_window": 4096, "num_key_value_heads": 8}
-    attention_biases = False
+    ignored = ("attention_bias",)
 
 
 class Cwm(Mistral):
@@ -99,7 +99,7 @@ class Arcee(Family):
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
     }
-    windows = False
+    ignored = ("sliding_window",)
 
     def mlp(self, index: int) -> FeedForward:
         config, path = self.config, f"model.layers.{index}.mlp"
@@ -124,10 +124,7 @@ class SeedOss(Family):
         "attention_out_bias": False,
         "max_position_embeddings": 524_288,
     }
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        return fields.boolean("attention_bias"), fields.boolean("attention_out_bias")
+    biases = ("attention_bias", "attention_out_bias")
 
 
 class HunYuanDense(Family):
@@ -137,9 +134,8 @@ class HunYuanDense(Family):
     """
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
-    head_norms = HeadNorms(("query_layernorm", "key_layernorm"))
-    norm_last = True
-    windows = False
+    head_norms = HeadNorms(("query_layernorm", "key_layernorm"), behind_rope=True)
+    ignored = ("sliding_window",)
 
 
 class HunYuanMoE(HunYuanDense):
@@ -165,7 +161,6 @@ class HunYuanMoE(HunYuanDense):
         return Fields(values, config.where)
 
     def mlp(self, index: int) -> FeedForward:
-        """Experts, and the MLP that every token goes to."""
         config, path = self.config, f"model.layers.{index}.mlp"
         count = config.fields.integer("num_shared_expert", high=2**10, default=1)
         shared = self.dense_mlp(f"{path}.shared_mlp", config.intermediate_size * count)
@@ -185,11 +180,8 @@ class Ernie4_5(Family):
         "use_bias": False,
         "tie_word_embeddings": True,
     }
-    interleaved = True
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        return fields.boolean("use_bias"), fields.boolean("use_bias")
+    biases = ("use_bias", "use_bias")
+    head_order = pairs_apart
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -211,7 +203,7 @@ class Phi3(Family):
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
     }
-    attention_biases = False
+    ignored = ("attention_bias",)
 
     def qkv(self, index: int) -> Projection:
         config, path = self.config, f"model.layers.{index}.self_attn"
@@ -223,7 +215,6 @@ class Phi3(Family):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        """gate_up_proj, the gate first, and down_proj."""
         return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
 

@@ -20,7 +20,8 @@ from ...layers.norm import RMSNorm
 from ...layers.rope import QueryScale
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
-from ..family import PACKED, Family
+from ..experts import PACKED, TransposedExperts
+from ..family import Family, pairs_apart
 from ..jsonfields import Fields
 from .llama import SmolLM3
 
@@ -48,10 +49,10 @@ class Llama4(Family):
         "floor_scale": 8192,
         "attn_scale": 0.1,
     }
-    interleaved = True
-    transposed_experts = True
+    head_order = pairs_apart
+    packed_experts = TransposedExperts()
     stacks = ()  # MLX's are called otherwise
-    windows = False
+    ignored = ("sliding_window",)
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -68,7 +69,6 @@ class Llama4(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """With the chunks of attention, and the layers that have experts."""
         fields, count = config.fields, config.num_layers
         chunk = fields.integer("attention_chunk_size", default=None)
         kinds = fields.by_layer("layer_types", count=count, known=(FULL, _CHUNKED))
@@ -106,7 +106,6 @@ class Llama4(Family):
         return args
 
     def mlp(self, index: int) -> FeedForward:
-        """Experts beside one that every token goes to, or a dense block."""
         config, path = self.config, f"model.layers.{index}.feed_forward"
         if not config.sparse_layers[index]:
             return self.dense_mlp(path, config.fields.integer("intermediate_size_mlp"))

@@ -31,7 +31,6 @@ class MambaDims:
         """As the keys `mamba_n_heads` and so on state them.
 
         Args:
-            fields: of the config.
             width: of all heads together; None: that follows from the heads.
 
         Raises:
@@ -67,7 +66,6 @@ class MambaDims:
 
     @property
     def conv_parts(self) -> list[int]:
-        """Channels of inputs, of keys and of queries."""
         return [self.inner, self.groups * self.state, self.groups * self.state]
 
     @property
@@ -81,7 +79,6 @@ class MambaDims:
 
     @property
     def spec(self) -> StateSpec:
-        """The state of one layer: the convolution's inputs, and a matrix for each head."""
         heads = self.heads, self.head_dim, self.state
         return StateSpec((((self.conv - 1, self.channels), "float32"), (heads, "float32")))
 
@@ -121,9 +118,6 @@ def plain_mamba_mixer(family: Family, path: str, dims: MambaDims, *, bias: bool)
     """The mixer at `path`, its projections as stored, with a norm over each group of heads.
 
     Args:
-        family: of the model.
-        path: its name.
-        dims: its sizes.
         bias: whether the projections have biases.
     """
     weights, hidden, fields = family.weights, family.config.hidden_size, family.config.fields
@@ -142,7 +136,6 @@ def plain_mamba_mixer(family: Family, path: str, dims: MambaDims, *, bias: bool)
 
 
 def group_norm(family: Family, path: str, dims: MambaDims, eps: float) -> Norm:
-    """The norm over each group of heads."""
     weight = family.weights.take(f"{path}.norm.weight", (dims.inner,))
     weight = weight if dims.groups == 1 else mx.unflatten(weight, 0, (dims.groups, -1))
     return RMSNorm(weight, eps)

@@ -10,6 +10,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import AttentionArgs
 from ...layers.linear import Projection
 from ..config import FULL, SLIDING, ModelConfig
+from ..family import learned_sinks
 from ..forms import MTPForm
 from ..jsonfields import Fields
 from .biased_experts import V3_KEYS, Dots1
@@ -48,6 +49,7 @@ class MiMoV2Flash(Dots1):
         "mtp_layer_types": [SLIDING],
     }
     mtp = MTPForm()
+    biases = ("attention_bias", None)
     head_norms = None
     keys = V3_KEYS | _NAMES
     names: ClassVar = {".attention_sink_bias": ".sinks"}
@@ -70,12 +72,7 @@ class MiMoV2Flash(Dots1):
         return Fields(values, config.where)
 
     @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        return super().biases(fields)[0], False
-
-    @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """KV heads of each layer, the size of values, and the layers that have experts."""
         fields = config.fields
         for key in _SAME:
             if fields.get(f"swa_{key}") not in (None, fields.get(key)):
@@ -98,17 +95,16 @@ class MiMoV2Flash(Dots1):
         )
 
     def attention_args(self, index: int) -> AttentionArgs:
-        """With a factor of the values, and with sinks, where the config states them."""
         args, fields = super().attention_args(index), self.config.fields
         scale: float | None = fields.number("attention_value_scale", default=None)
         if scale is not None:
             args.v_norm, args.make_heads = partial(mx.multiply, scale), None
-        kind = "full" if self.config.windows[index] is None else "swa"
-        if fields.boolean(f"add_{kind}_attention_sink_bias"):
-            path = f"model.layers.{index}.self_attn.sinks"
-            sinks = self.weights.take(path, (self.config.num_heads,))
-            args.softmax = args.softmax._replace(sinks=sinks)
         return args
+
+    def sinks(self, index: int) -> mx.array | None:
+        kind = "full" if self.config.windows[index] is None else "swa"
+        stated = self.config.fields.boolean(f"add_{kind}_attention_sink_bias")
+        return learned_sinks(self, index) if stated else None
 
 
 class MiMoV2(MiMoV2Flash):
@@ -122,7 +118,6 @@ class MiMoV2(MiMoV2Flash):
     }
 
     def qkv(self, index: int) -> Projection:
-        """Q, K and V, each a matrix."""
         path = f"model.layers.{index}.self_attn.qkv_proj"
         if f"{path}.weight" in self.weights:
             raise UnsupportedModelError(

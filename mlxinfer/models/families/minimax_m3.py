@@ -15,6 +15,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Rope, Step
 from ...metal_kernels.variants import KernelUse, ModelForm
 from ..config import FULL, ModelConfig
+from ..family import Family
 from ..forms import HeadNorms
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, sparse_layers
@@ -41,9 +42,9 @@ class BlockIndexer(Mixer):
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
         """The blocks that tokens of x (T, hidden) see: the result of `BlockLayer.choose`."""
-        both = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))  # (T, Hi + 1, d)
-        both = self.rope(self.qk_norm(both), step.prepared[self.rope])
-        queries, keys = mx.split(both, [self.num_heads], axis=1)
+        qk = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))  # (T, Hi + 1, d)
+        qk = self.rope(self.qk_norm(qk), step.prepared[self.rope])
+        queries, keys = mx.split(qk, [self.num_heads], axis=1)
         return step.caches[self].choose(queries, keys[:, 0], self.served)
 
 
@@ -95,9 +96,9 @@ class MiniMaxM3(MiniMaxM2):
         "index_topk_blocks": 16,
         "index_local_blocks": 1,
     }
-    windows = False
+    ignored = ("attention_bias", "sliding_window")
     head_norms = HeadNorms()
-    wide_norms = False
+    with_norms = Family.with_norms
     norm_offset = 1.0
     names = _NAMES
 
@@ -174,7 +175,6 @@ class MiniMaxM3(MiniMaxM2):
 
     @cached_property
     def activation(self) -> Gated:
-        """SwiGLU with clamped inputs, as in gpt-oss."""
         fields = self.config.fields
         return clamped_swiglu(
             self.weights.dtype,
@@ -183,7 +183,6 @@ class MiniMaxM3(MiniMaxM2):
         )
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP, or experts beside a shared one."""
         fields, path = self.config.fields, f"model.layers.{index}.mlp"
         if not self.config.sparse_layers[index]:
             return self._mlp(path, fields.integer("dense_intermediate_size", high=2**22))

@@ -6,7 +6,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
-from ..family import Family
+from ..family import Family, with_wide_norms
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing
 
@@ -24,7 +24,7 @@ class Mixtral(Family):
         "rope_theta": 1_000_000.0,
         "max_position_embeddings": 131_072,
     }
-    attention_biases = False
+    ignored = ("attention_bias",)
     names = PROJECTIONS
 
     def mlp(self, index: int) -> FeedForward:
@@ -45,8 +45,8 @@ class MiniMaxM2(Family):
         "rope_theta": 5_000_000.0,
         "max_position_embeddings": 196_608,
     }
-    attention_biases = False
-    wide_norms = True
+    ignored: ClassVar[tuple[str, ...]] = ("attention_bias",)
+    with_norms = with_wide_norms
     names: ClassVar = {
         **PROJECTIONS,
         ".block_sparse_moe.e_score_": ".block_sparse_moe.gate.e_score_",

@@ -66,16 +66,10 @@ class ModernBert(Encoder):
         period = fields.integer("global_attn_every_n_layers")
         return [SLIDING if i % period else FULL for i in range(num_layers)]
 
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        stated = fields.boolean("attention_bias", default=False)
-        return stated, stated
-
     def entry(self) -> SummedEmbeddings:
         return SummedEmbeddings(self.norm("model.embeddings_norm"))
 
     def qkv(self, index: int) -> Projection:
-        """Q, K and V as one matrix."""
         config, hidden = self.config, self.config.hidden_size
         path = f"model.layers.{index}.self_attn.qkv_proj"
         return self.weights.linear(path, 3 * hidden, hidden, bias=config.qkv_bias)
@@ -88,7 +82,6 @@ class ModernBert(Encoder):
         return ResidualLayer(self.mixer(index), self.mlp(index), before=(first, norm))
 
     def mlp(self, index: int) -> MLP:
-        """The gate first, both in one matrix."""
         return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
     def last_norm(self) -> Norm:

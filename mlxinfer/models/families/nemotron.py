@@ -20,7 +20,7 @@ from ...layers.norm import Norm
 from ...layers.step import Layer, Passed, Step
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, ModelConfig
-from ..family import Family
+from ..family import Family, no_positions
 from ..forms import MTPForm
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, with_experts
@@ -116,14 +116,13 @@ class NemotronH(Family):
         "first_k_dense_replace": 0,
     }
     mtp = MTPForm()
-    positions = False
+    rope_specs = staticmethod(no_positions)
     keys = _NAMES
     dense_matrices = (".mixer.gate",)
     final_norm = "model.norm_f"
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the kind of each block as one letter."""
         fields, blocks = super().language_model(config), _blocks(config)
         stated = {"hybrid_override_pattern": blocks, "num_hidden_layers": len(blocks)}
         return Fields({**fields.values, **stated}, config.where)
@@ -179,7 +178,6 @@ class NemotronH(Family):
         return plain_mamba_mixer(self, path, dims, bias=bias)
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP, or experts beside a shared one."""
         path = f"model.layers.{index}.mixer"
         if self._kind(index) == DENSE:
             return self._relu_mlp(path, self.config.intermediate_size)
@@ -261,8 +259,6 @@ def _blocks(config: Fields, front: str = "", default: str | None = None) -> str:
     """The kind of each block, one letter each.
 
     Args:
-        config: of the model.
-        front: of the keys that list them.
         default: where none of them is there; None: one must be.
 
     Raises:

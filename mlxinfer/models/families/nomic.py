@@ -51,7 +51,6 @@ class NomicBert(Encoder):
     prefixes = ("nomic_bert.", "bert.")
     rotary = True
     keys = _KEYS
-    qkv_bias = False
     names: ClassVar = {
         "embeddings.word_embeddings": "embed_tokens",
         "embeddings.token_type_embeddings": "token_type_embeddings",
@@ -74,7 +73,6 @@ class NomicBert(Encoder):
         return super().language_model(config)
 
     def qkv(self, index: int) -> Projection:
-        """Q, K and V as one matrix, or apart."""
         path, hidden = f"model.layers.{index}.self_attn.qkv_proj", self.config.hidden_size
         if f"{path}.weight" in self.weights:
             return self.weights.linear(path, 3 * hidden, hidden)

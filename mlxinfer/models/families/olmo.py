@@ -10,7 +10,7 @@ from ...layers.attention import LayerMixer
 from ...layers.gated_delta import GatedDeltaNet
 from ...layers.rope import RopeSpec
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..family import Family
+from ..family import Family, with_wide_norms
 from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .qwen_hybrid import conv_widths, value_heads, with_delta_states
@@ -34,7 +34,7 @@ class Olmo2(PostNormFamily):
     """OLMo 2."""
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
-    wide_norms = True
+    with_norms = with_wide_norms
 
 
 class Olmo3(Olmo2):
@@ -66,7 +66,7 @@ class OlmoHybrid(Olmo2):
         "linear_conv_kernel_dim": 4,
         "linear_allow_neg_eigval": True,
     }
-    windows = False
+    ignored = ("sliding_window",)
     names = _NORMS
 
     @classmethod
@@ -133,7 +133,7 @@ class Exaone4(PostNormFamily):
     }
     mtp: ClassVar[MTPForm | None] = MTPForm()  # EXAONE 4.5
     head_norms = HeadNorms()
-    attention_biases = False
+    ignored = ("attention_bias",)
 
     @classmethod
     def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:

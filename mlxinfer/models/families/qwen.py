@@ -7,6 +7,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
+from ..experts import TransposedExperts
 from ..family import Family
 from ..forms import HeadNorms, MTPForm
 from ..jsonfields import Fields
@@ -31,20 +32,20 @@ class _Qwen(Family):
 class Qwen2(_Qwen):
     """Qwen 2 and 2.5: biases on Q, K and V."""
 
-    defaults: ClassVar = {"num_key_value_heads": 32, "sliding_window": 4096}
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """Always on Q, K and V, never on the output."""
-        return True, False
+    defaults: ClassVar = {"num_key_value_heads": 32, "sliding_window": 4096, "attention_bias": True}
+    ignored = ("attention_bias",)
+    biases = ("attention_bias", None)
 
 
 class Qwen3(_Qwen):
     """Qwen 3, dense: an RMS norm over each head of Q and K."""
 
-    defaults: ClassVar = {"head_dim": 128, "sliding_window": 4096}
+    defaults: ClassVar = {
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "mrope_interleaved": True,  # in Qwen3-VL
+    }
     head_norms = HeadNorms()
-    axes_in_turn = True  # in Qwen3-VL
 
 
 class Qwen3MoE(_Qwen):
@@ -55,17 +56,16 @@ class Qwen3MoE(_Qwen):
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
         "sliding_window": 4096,
+        "mrope_interleaved": True,  # in Qwen3-VL-MoE
     }
     head_norms = HeadNorms()
-    axes_in_turn = True  # in Qwen3-VL-MoE
-    transposed_experts = True  # where they are stacks: inside of Qwen3-VL
+    packed_experts = TransposedExperts()  # where they are stacks: inside of Qwen3-VL
 
     @classmethod
     def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
         return [SLIDING] * num_layers
 
     def mlp(self, index: int) -> FeedForward:
-        """A mixture of experts, or a dense MLP where the config leaves a layer dense."""
         config, k = self.config, self.config.experts_per_token
         if not config.num_experts or not config.sparse_layers[index]:
             return super().mlp(index)

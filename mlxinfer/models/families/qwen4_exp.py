@@ -193,7 +193,6 @@ class Qwen4Exp(Qwen3_5MoE):
         return self.config.fields.integer("heads_per_ngram", high=2**10)
 
     def _table_parts(self, index: int) -> Sequence[str]:
-        """Paths of the parts of a layer's table, in order."""
         path, count = f"model.layers.{index}.{_TABLE}", 0
         while f"{path}.shard_{count}.weight" in self.weights:
             count += 1

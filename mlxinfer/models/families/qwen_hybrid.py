@@ -46,11 +46,11 @@ class Qwen3Next(Family):
         "num_experts_per_tok": 10,
         "num_experts": 512,
         "norm_topk_prob": True,
+        "mrope_interleaved": True,  # in Qwen 3.5
     }
     head_norms = HeadNorms()
     mtp: ClassVar[MTPForm | None] = MTPForm(norm_offset=1.0)  # in MLX checkpoints, too
-    axes_in_turn = True  # in Qwen 3.5
-    windows = False
+    ignored = ("sliding_window",)
     sigmoid_gates: bool = False  # of Gated DeltaNet; else silu
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -106,7 +106,6 @@ class Qwen3Next(Family):
         return fused([queries, *keys_values]), gates.projection()
 
     def mlp(self, index: int) -> FeedForward:
-        """Experts and a gated shared one, or an MLP where the config leaves a layer dense."""
         config, path = self.config, f"model.layers.{index}.mlp"
         if not config.sparse_layers or not config.sparse_layers[index]:
             return super().mlp(index)
@@ -206,13 +205,11 @@ def _state(fields: Fields) -> StateSpec:
 
 
 def value_heads(state: StateSpec) -> tuple[int, int]:
-    """Number and size of the value heads."""
     heads, values, _ = state.shapes[1][0]
     return heads, values
 
 
 def conv_widths(state: StateSpec) -> list[int]:
-    """Channels of queries, of keys and of values."""
     (_, channels), (heads, values, _) = (shape for shape, _ in state.shapes)
     keys = (channels - heads * values) // 2
     return [keys, keys, heads * values]

@@ -12,7 +12,6 @@ from ..family import Family
 
 
 def with_states(config: ModelConfig, state: StateSpec, recurs: Iterable[bool]) -> ModelConfig:
-    """The config with the state of the layers that are recurrent."""
     return replace(config, states=tuple(state if one else None for one in recurs))
 
 

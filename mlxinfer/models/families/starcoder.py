@@ -5,7 +5,6 @@ from typing import ClassVar
 from ...layers.mlp import MLP, FeedForward, plain
 from ...layers.norm import LayerNorm
 from ..family import Family
-from ..jsonfields import Fields
 
 
 class Starcoder2(Family):
@@ -19,10 +18,7 @@ class Starcoder2(Family):
         "use_bias": True,
         "tie_word_embeddings": True,
     }
-
-    @classmethod
-    def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        return fields.boolean("use_bias"), fields.boolean("use_bias")
+    biases = ("use_bias", "use_bias")
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> LayerNorm:
         width = self.config.hidden_size if dims is None else dims
@@ -33,7 +29,6 @@ class Starcoder2(Family):
         return LayerNorm(weight, stated if eps is None else eps, bias)
 
     def mlp(self, index: int) -> FeedForward:
-        """c_fc and c_proj, with the activation between."""
         config, path = self.config, f"model.layers.{index}.mlp"
         sizes, bias = (config.intermediate_size, config.hidden_size), config.o_bias
         return MLP(

@@ -104,7 +104,6 @@ class Step3p5(Laguna):
         return replace(super().attention_args(index), gate=mx.sigmoid)
 
     def mlp(self, index: int) -> FeedForward:
-        """An MLP in the first layers, then experts and a shared one, limited as stated."""
         config, path = self.config, f"model.layers.{index}"
         limit = limited(config, "swiglu_limits_shared", index)
         if not config.sparse_layers[index]:

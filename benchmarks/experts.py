@@ -248,11 +248,11 @@ def _table(figures: dict[str, Figures], sizes: Mixture, disk: float | None, unit
                 f"{one['guessed']:,} ({right})",
             ]
         rows.append(row + ["-"] * (8 - len(row)))
-    some = next(one for one in figures.values() if "hit_rate" in one)
+    shown = next(one for one in figures.values() if "hit_rate" in one)
     where = "the page cache" if disk is None else f"a simulated disk of {disk:g} GB/s"
     return Table(
-        f"{human_bytes(some['all_bytes'])} of experts, {sizes.experts} in each of {sizes.layers} "
-        f"layers, {sizes.chosen} a token ({human_bytes(some['active_bytes_per_token'])}), read "
+        f"{human_bytes(shown['all_bytes'])} of experts, {sizes.experts} in each of {sizes.layers} "
+        f"layers, {sizes.chosen} a token ({human_bytes(shown['active_bytes_per_token'])}), read "
         f"from {where}",
         [
             *("experts in memory", f"tokens/{unit}", "of resident", "in memory", "read a token"),

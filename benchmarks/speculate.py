@@ -88,14 +88,14 @@ def answers_of(
     params = SamplingParams(max_tokens=tokens)
     with open_session(folder, options) as session:
         for start in range(0, len(given), batch):
-            some = given[start : start + batch]
+            group = given[start : start + batch]
             chats = session.tokenizer.template is not None
             results = session.start(
                 *[
                     ChatInput(messages=[{"role": "user", "content": text}], params=params)
                     if chats
                     else TextInput(prompt=text, params=params)
-                    for text in some
+                    for text in group
                 ]
             ).results()
             outcome.decode_s += max(result.timing.decode_s for result in results)

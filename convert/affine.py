@@ -120,7 +120,6 @@ class _Line:
     mean: Floats  # of the codes
 
     def keep_better(self, other: "_Line") -> None:
-        """Take the other line for groups where it gains more."""
         better = other.gain > self.gain
         np.copyto(self.gain, other.gain, where=better)
         np.copyto(self.slope, other.slope, where=better)
@@ -145,7 +144,6 @@ class _Grid:
     def of(
         cls, groups: Floats, low: Floats, high: Floats, bits: int, importance: Floats | None
     ) -> "_Grid":
-        """The grid that the range, cut, gives."""
         largest, size = 2**bits - 1, groups.shape[-1]
         step = np.maximum((high - low) * np.float32(CUTS[bits][size] / largest), TINY)
         zero = (low + high) * np.float32(0.5) - step * np.float32(largest / 2)

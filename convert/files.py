@@ -41,7 +41,6 @@ def header_of(arrays: list[PlannedArray]) -> tuple[bytes, dict[str, int]]:
 
 
 def partial_path(path: Path) -> Path:
-    """The name of a file while it is being written."""
     return path.with_name(path.name + ".partial")
 
 
@@ -49,7 +48,6 @@ class ShardFile:
     """A file of the output.
 
     Args:
-        path: of the file.
         pieces: what lies in it, by the array that each is a part of, see ConversionPlan.
     """
 
@@ -92,7 +90,6 @@ class ShardFile:
         os.fsync(self._file)
 
     def finish(self) -> None:
-        """Give the file its name."""
         self.sync()
         os.replace(self._partial, self.path)
         sync_folder(self.path.parent)
@@ -130,7 +127,6 @@ def write_at(path: Path, position: int, data: NDArray[np.generic]) -> None:
 
 
 def damaged(path: Path) -> ConversionError:
-    """The error for a file of the unfinished conversion that cannot be read back."""
     return ConversionError(
         f"{path} is damaged, so this conversion cannot continue; use --restart to begin again."
     )

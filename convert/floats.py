@@ -73,7 +73,6 @@ def _nearest(ratio: Floats, form: MLXFormat) -> Codes:
 
 
 def decode(codes: Codes, byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
-    """Elements times scale."""
     table: Floats = ALL_E2M1 if form.bits == 4 else ALL_E4M3
     return table[codes] * scale_values(byte, form)
 

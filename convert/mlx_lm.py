@@ -101,7 +101,6 @@ def _passed_over(config: Mapping[str, Any], model: ModelConfig) -> Iterator[str]
 
 
 def _irregular(config: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
-    """Kinds of layers in an order that its numbers cannot say."""
     states, sparse = model.states, model.sparse_layers
     if model.model_type.startswith("qwen3_5"):
         period = model.fields.integer("full_attention_interval")
@@ -169,7 +168,6 @@ def _global_head_dim(model: ModelConfig) -> int | None:
 
 
 def _first(chosen: tuple[bool, ...]) -> int:
-    """The first of the chosen layers, or behind all layers."""
     return next((index for index, one in enumerate(chosen) if one), len(chosen))
 
 

@@ -91,17 +91,14 @@ class ConversionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights on disk."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_weights(self) -> int:
-        """How many weights the model has."""
         return sum(tensor.output.num_weights for tensor in self.tensors)
 
     @property
     def bits_per_weight(self) -> float:
-        """Over all tensors, as mlx-lm counts them."""
         return self.num_bytes * 8 / self.num_weights
 
     def limit_bytes(self, options: ConversionOptions) -> int | None:
@@ -157,7 +154,6 @@ class ConversionPlan:
         return pieces
 
     def quantization(self) -> dict[str, object] | None:
-        """For config.json: the commonest format, and the layers that differ."""
         formats = {t.output.path: t.form for t in self.tensors if t.form is not None}
         if not formats:
             return None
@@ -169,7 +165,6 @@ class ConversionPlan:
 
 
 def as_json(form: MLXFormat) -> dict[str, object]:
-    """As mlx-lm writes it into config.json."""
     return {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
 
 
@@ -185,8 +180,6 @@ def make_plan(
     """Formats by `recipe`, or as `chosen` by name.
 
     Args:
-        arranged: the source.
-        recipe: what the user asks for.
         chosen: formats of some tensors, instead of the recipe's.
         shard_bytes: of a file, at most.
         by_layer: tensors in the order of their layers, then those of none; else as in the source.
@@ -385,13 +378,11 @@ _SIBLINGS = re.compile(r"[.](?:[qkv]|gate|up)_proj$")  # which share their input
 
 
 def shared_inputs(matrices: Iterable[OutputTensor]) -> Iterator[OutputTensor]:
-    """One of all matrices that share their inputs, each."""
     first = {(_SIBLINGS.sub("", matrix.path), matrix.shape[-1]): matrix for matrix in matrices}
     yield from first.values()
 
 
 def _moments_bytes(arranged: ArrangedSource, inputs: int) -> int:
-    """Second moments of the layer that has most, and one inversion."""
     layers: Counter[int | None] = Counter()
     widest = 0
     for output in shared_inputs(o for o in arranged.outputs if len(o.shape) > 1 and not o.seeing):

@@ -91,7 +91,6 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
 
 
 def _backwards(matrix: Floats) -> Floats:
-    """A copy with the rows and the columns from the last to the first."""
     return np.ascontiguousarray(matrix.reshape(-1)[::-1]).reshape(matrix.shape)
 
 
@@ -184,7 +183,6 @@ class QuantisationMethod:
         return moved
 
     def nearest(self, places: Floats) -> tuple[NDArray[Any], Floats]:
-        """The nearest code of each place, and the place of that code."""
         if self.form.mode != "affine":
             return floats.nearest(places, self.form)
         codes = np.rint(places)
@@ -193,7 +191,6 @@ class QuantisationMethod:
         return codes, codes
 
     def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
-        """The numbers that codes stand for."""
         if self.form.mode != "affine":
             return floats.decode(codes, scales[0], self.form)
         scale, bias = scales

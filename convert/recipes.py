@@ -80,7 +80,6 @@ def name_of(form: MLXFormat | None) -> str:
 
 
 def fits(form: MLXFormat, shape: tuple[int, ...]) -> bool:
-    """Whether whole groups fill a row."""
     return len(shape) >= 2 and shape[-1] % form.group_size == 0
 
 
@@ -202,7 +201,6 @@ class Recipe:
 
     @property
     def is_exact(self) -> bool:
-        """Whether numbers stay as they are: nothing is quantised anew, and no dtype is given."""
         return self.base is None and self.dtype is None
 
     def fixes(self, output: OutputTensor) -> bool:
@@ -211,7 +209,6 @@ class Recipe:
         return output.seeing or keeps_format or self.given(output) is not None
 
     def given(self, output: OutputTensor) -> Override | None:
-        """The last exception that names this tensor."""
         if len(output.shape) < 2 or not output.name.endswith(".weight"):
             return None
         matching = [o for o in self.overrides if matches(o.pattern, output.path)]
@@ -230,7 +227,6 @@ def make_recipe(
     """A recipe by name.
 
     Args:
-        name: as above.
         group_size: of affine formats that do not state one.
         dtype: of what is not quantised: bfloat16, float16, float32; None: as it is.
         overrides: "PATTERN=FORMAT"; of several that match, the last counts.
@@ -343,14 +339,12 @@ class ConversionOptions:
 
     @property
     def goal_bpw(self) -> float | None:
-        """The target in bits per weight: as stated, or that of the recipe."""
         if self.target_bpw is None and self.target_bytes is None:
             return self.recipe.target_bpw
         return self.target_bpw
 
 
 def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
-    """The options that an interrupted conversion must go on with."""
     recipe = options.recipe
     return {
         "recipe": recipe.name,

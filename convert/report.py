@@ -40,7 +40,6 @@ class ConversionReport:
 
     @property
     def passed(self) -> bool:
-        """Whether all that was checked is within its limits."""
         return all(check.passed for check in self.logits)
 
     @property
@@ -79,9 +78,6 @@ def make_report(
 
 def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each type in the source and format in the output: bits before and after, and the error.
-
-    Args:
-        entries: of the plan's tensors.
 
     Returns:
         Rows with `stored`, `format`, `count`, `source_bits` and `bits` per weight, and `relative`,
@@ -242,7 +238,6 @@ Place = tuple[str, str]  # projection, layer
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
     from importlib.util import find_spec
 
     return find_spec("matplotlib") is not None
@@ -273,7 +268,6 @@ def draw_tensors(path: Path, tensors: list[dict[str, Any]]) -> None:
 
 
 def place_of(name: str) -> Place:
-    """The projection and the layer of a tensor."""
     match = _LAYER.search(name)
     stem = name.removesuffix(".weight").rpartition(".")[2]
     return (match[2], match[1]) if match else (stem, _NONE)

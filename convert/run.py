@@ -115,7 +115,6 @@ class Conversion:
             )
 
     def plan(self, formats: dict[str, MLXFormat | None] | None = None) -> ConversionPlan:
-        """The plan as far as it is known: a target's formats follow from measuring."""
         options = self.options
         return make_plan(
             self.arranged,
@@ -127,7 +126,6 @@ class Conversion:
         )
 
     def disk_bytes(self) -> int:
-        """Estimated bytes on the disk, during the conversion and after it."""
         return disk_bytes(self.arranged, self.plan(), self.options, comparing=self._comparing)
 
     def seconds(self) -> float:
@@ -225,7 +223,6 @@ class Conversion:
         return report
 
     def _notes(self, plan: ConversionPlan, journal: Journal, unloadable: str | None) -> list[str]:
-        """Sentences that the caller should know about the output."""
         notes = []
         if not has_tokenizer(self.source.side_files()):
             notes.append(NO_TOKENIZER)
@@ -257,7 +254,6 @@ class Conversion:
         return notes
 
     def _written_config(self, plan: ConversionPlan) -> dict[str, Any]:
-        """The language model's part of config.json."""
         written = config_json(self.arranged, plan)
         text: dict[str, Any] = written.get("text_config", written)
         return text
@@ -300,7 +296,6 @@ class Conversion:
             raise ConversionError(f"The result would not load: {error}") from error
 
     def _texts(self, tokenizer: Tokenizer) -> Texts:
-        """The texts of the options, as ids of the output's tokenizer."""
         encode = partial(tokenizer.encode, parse_special=True)
         plain = partial(encode, add_special_tokens=False)
         options, config = self.options, self.arranged.config

@@ -30,7 +30,6 @@ _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 def config_json(arranged: ArrangedSource, plan: ConversionPlan) -> dict[str, Any]:
-    """The output's config.json."""
     sees = any(tensor.output.seeing for tensor in plan.tensors)
     keeps = sees or arranged.definition is not None
     left_out = [key for key in _LEFT_OUT if key != "vision_config" or not keeps]
@@ -50,7 +49,6 @@ def config_json(arranged: ArrangedSource, plan: ConversionPlan) -> dict[str, Any
 
 
 def index_json(plan: ConversionPlan) -> dict[str, Any]:
-    """model.safetensors.index.json."""
     weight_map = {
         piece.name: name
         for name, tensors in plan.shards()
@@ -78,7 +76,6 @@ def write_side_files(folder: Path, source: SourceModel) -> None:
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:
-    """Whether one of these side files is a tokenizer."""
     return any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names)
 
 
@@ -144,7 +141,6 @@ def _old_spelling(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spell_windows(config: dict[str, Any], model: ModelConfig) -> None:
-    """The period of layers that see everything, where there is one."""
     full = [window is None for window in model.windows]
     period = next((i + 1 for i, sees_all in enumerate(full) if sees_all), 0)
     stated = config.get("sliding_window_pattern")  # EXAONE has letters, which mlx-lm counts

@@ -41,7 +41,6 @@ class ShardReader:
     """Rows of a safetensors file, without holding the rest.
 
     Args:
-        path: of the file.
         stacks: names of tensors that may lie there expert by expert, and of any others; they are
             read as if they lay in one.
     """

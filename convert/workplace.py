@@ -51,39 +51,32 @@ class Workplace:
 
     @property
     def model(self) -> Path:
-        """The folder that becomes the output."""
         return self.root / "model"
 
     @property
     def journal(self) -> Path:
-        """The list of what is done."""
         return self.root / "journal.jsonl"
 
     @property
     def learned(self) -> Path:
-        """A file for each layer with learned scales."""
         return self.root / "learned"
 
     @property
     def references(self) -> tuple[Path, Path]:
-        """Logits of the source, of short and of long contexts."""
         short, long = _LOGITS[0]
         return self.root / short, self.root / long
 
     @property
     def nearest(self) -> tuple[Path, Path]:
-        """The same logits with weights rounded to the nearest."""
         short, long = _LOGITS[1]
         return self.root / short, self.root / long
 
     @property
     def outputs(self) -> tuple[Path, Path]:
-        """The same logits of the output."""
         short, long = _LOGITS[2]
         return self.root / short, self.root / long
 
     def publish(self) -> None:
-        """Make the finished folder the output."""
         if self.out.exists():
             raise ConversionError(f"{self.out} was made by another program during the conversion.")
         sync_folder(self.model)

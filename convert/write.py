@@ -90,7 +90,6 @@ class Journal:
         self._append([{"formats": {name: name_of(form) for name, form in formats.items()}}])
 
     def add_tensors(self, entries: dict[str, dict[str, Any]]) -> None:
-        """These tensors are on the disk."""
         self.tensors |= entries
         self._append([{"tensor": name, **entry} for name, entry in entries.items()])
 
@@ -167,7 +166,6 @@ class TensorWriter:
         self._pool = ThreadPoolExecutor(self.budget.workers, "convert")
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def write(self, tensor: PlannedTensor, file: ShardFile) -> dict[str, Any]:
@@ -311,8 +309,6 @@ def _check_finite(values: Floats, tensor: PlannedTensor, what: str) -> None:
 
 
 class _Target:
-    """The arrays of one tensor, each growing in its place in the file."""
-
     def __init__(self, tensor: PlannedTensor, file: ShardFile) -> None:
         self.error = ErrorStats()
         self.checksums = [0] * len(tensor.arrays)
@@ -392,7 +388,6 @@ def checkpoints(
 
 
 def written_entries(tensors: list[PlannedTensor], journal: Journal) -> list[dict[str, Any]]:
-    """For the report, as writing found them."""
     return [as_written(tensor, *_journalled(journal, tensor)) for tensor in tensors]
 
 

@@ -66,7 +66,6 @@ class MadeTensors:
         return Definition(self._module, self._args).made_of(tensors)
 
     def values(self, name: str, rows: slice) -> mx.array:
-        """A range of the first axis of a tensor."""
         if self._read is None or self._read[0] != name:
             self._read = None
             if name not in self._left:
@@ -98,7 +97,6 @@ def arrange_made(source: SourceModel) -> ArrangedSource:
 def _made_readers(
     source: SourceModel, definition: Definition, model_type: str
 ) -> dict[str, TensorReader]:
-    """Of the tensors that a definition makes of a folder's."""
     folder = next(iter(source.readers.values())).parts[0].path.parent
     made, readers = MadeTensors(folder, definition, model_type), dict[str, TensorReader]()
     for name, array in made.open().items():

@@ -35,12 +35,10 @@ class AddNorm(Form):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernel takes rows of so many numbers."""
         return self.dims % 4 == 0 and MIN_NUMBERS <= self.dims <= MAX_DIMS
 
     @property
     def variant(self) -> Variant:
-        """The kernel, for any number of rows."""
         return Variant.from_form("add_norm", self)
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
@@ -72,7 +70,6 @@ def add_norm(
 
     Args:
         x, block: (..., dims), both of the form's dtype.
-        form: which norms.
         weights: (dims,) of the norm over `block`, then of the norm over the sum, as far as there
             are such.
 
@@ -86,7 +83,6 @@ def add_norm(
 def add_norm_twin(
     x: mx.array, block: mx.array, form: AddNorm, *weights: mx.array
 ) -> tuple[mx.array, mx.array | None]:
-    """The same in plain MLX."""
     if form.after is not None:
         block = mx.fast.rms_norm(block, weights[0], form.after)
     total = x + block

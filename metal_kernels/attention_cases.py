@@ -52,10 +52,7 @@ class AttentionForm(Form):
     """The constants of an attention kernel.
 
     Attributes:
-        dtype: of queries and outputs.
         key_dim, value_dim: numbers of a key and of a value.
-        group: query heads per KV head.
-        key_format, value_format: of what is stored.
         queries: most query tokens of a sequence in one step; of prompts it does not matter.
         sink_logits: logits join each softmax.
         joint_dim: of vectors that hold keys and values both; 0: there are none.
@@ -74,7 +71,6 @@ class AttentionForm(Form):
     log_sums: bool = False
 
     def variant(self, kind: str) -> Variant:
-        """The kernel of a kind: PAGED, PREFILL or MLA."""
         return Variant.from_form(kind, self)
 
 
@@ -125,7 +121,6 @@ def _last(drawn: mx.array, numbers: mx.array | float) -> mx.array:
 
 
 def _by_token(drawn: mx.array) -> mx.array:
-    """Keys that point one way, three lengths in turn by token."""
     lengths = LOUD * (1 + mx.arange(drawn.shape[-2]) % 3)
     return _last(drawn, lengths[:, None])
 
@@ -140,12 +135,10 @@ class Figures:
     codes_size: float = 1.0
 
     def size_of(self, form: AttentionForm) -> float:
-        """The magnitude of values, and so of outputs."""
         small = form.value_format.bits > 0 or form.dtype == mx.float16
         return self.codes_size if small else self.size
 
     def values(self, form: AttentionForm) -> Change:
-        """What becomes of values."""
         return lambda drawn: drawn * self.size_of(form)
 
 
@@ -161,7 +154,6 @@ EXTREMES = (
 
 
 def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
-    """Keys and values that are stored alike, in the same tails."""
     pairs = zip(keys.tails, values.tails, strict=True)
     tails = [mx.concatenate([*pair], axis=1) for pair in pairs]
     heads = keys.tail_heads
@@ -187,7 +179,6 @@ def build_scene(
     """Random sequences, always the same.
 
     Args:
-        form: of an attention kernel.
         starts: (B,) position of the first query of each.
         kv_heads: one where keys and values are one latent vector.
         queries: of each.
@@ -262,7 +253,6 @@ def _case(variant: Variant) -> Case:
 
 
 def has_pairs(variant: Variant) -> bool:
-    """Whether there is a form of the kernel that keeps its sums as pairs of numbers."""
     return variant.kind == PAGED and not _decode_shape(variant.form).shares
 
 
@@ -370,7 +360,6 @@ def _attend(
 
 
 def _by_gathering(variant: Variant, scene: Scene) -> dict[str, Outputs]:
-    """The ways to attend to short segments without a kernel."""
     form, size = variant.form, scene.page_size
     # All sequences end where a page and half a tail end: their queries lie at its front.
     seen = np.arange(2 * size) <= np.arange(form.queries)[:, None]

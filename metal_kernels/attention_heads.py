@@ -46,7 +46,6 @@ class HeadsForm(Form):
 
     @property
     def width(self) -> int:
-        """Numbers of a token's fused projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
@@ -57,29 +56,24 @@ class HeadsForm(Form):
 
     @property
     def rotates_values(self) -> bool:
-        """Whether values are multiplied by the matrix too."""
         if self.joint:
             return self.key_format.rotates
         return self.value_format.rotates_values(self.head_dim)
 
     @property
     def joined(self) -> bool:
-        """Whether keys and values are written side by side."""
         return not self.joint and self.key_format == self.value_format
 
     @property
     def stored_dim(self) -> int:
-        """Numbers of a stored vector."""
         return self.head_dim + self.joint
 
     @property
     def num_stored(self) -> int:
-        """Vectors of a token in each array that is stored."""
         return 2 * self.num_kv_heads if self.joined else self.num_kv_heads
 
     @property
     def in_one(self) -> bool:
-        """Whether keys and values are stored in the same arrays."""
         return self.joined or self.joint > 0
 
 
@@ -87,7 +81,6 @@ class Heads:
     """How the heads of a layer are treated.
 
     Args:
-        form: of the layer.
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
         norm_eps: added to the mean square.
         frequencies: (turning / 2,) float32 radians a token of the pairs of the leading dims that

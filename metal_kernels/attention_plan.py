@@ -341,7 +341,6 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Query rows that a threadgroup has room for."""
         return self.simd_groups // (self.partners * self.halves) * self.fragments * FRAGMENT_ROWS
 
 
@@ -398,7 +397,6 @@ def registers(
     more, the attribute `max_total_threads_per_threadgroup` makes it spill.
 
     Args:
-        shape: of the threadgroup.
         key_dim, value_dim: numbers of a key and of a value.
         itemsize: bytes of a number of a query.
         codes: keys and values are stored as codes: multiplied as such, with sums of queries and of

@@ -56,7 +56,6 @@ def _launch(shape: tuple[int, int], dtype: mx.Dtype) -> Launch:
 
 
 def bitmask_twin(logits: mx.array, mask: mx.array) -> mx.array:
-    """The same in plain MLX."""
     check_mask(logits, mask)
     return mx.where(allowed(mask, logits.shape[1]), logits, mx.array(-mx.inf, logits.dtype))
 

@@ -31,7 +31,6 @@ class ConvStep(StateStep):
         gated: from there on stand gates before, gates behind and values, C numbers each; else
             values, and silu follows.
         biased: there is a bias.
-        dtype: of inputs and weights.
         outputs: dtype of the outputs.
     """
 

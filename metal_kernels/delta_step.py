@@ -48,7 +48,6 @@ class DeltaStep(StateStep):
         per_channel: every number of a key decays by itself; else each head does.
         strengths_at: place of the first strength among `projected`.
         times_at: place of the first time step in its array.
-        dtype: of the inputs and of the outputs.
         bound: below 0, of the logarithm of a decay; 0: there is none.
         strongest: the limit of strengths; above 1 a state may turn round (arXiv 2411.12537).
     """
@@ -72,7 +71,6 @@ class DeltaStep(StateStep):
 
     @property
     def key_width(self) -> int:
-        """Numbers of all queries and keys of a token."""
         return 2 * self.key_heads * self.key_dim
 
     @property

@@ -79,7 +79,6 @@ class GateUp(Form):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernel takes matrices of this form."""
         if self.inner % PER_THREADGROUP or (self.bits, self.group_size) not in (PLAIN, *CODES):
             return False
         return self.in_dims % (self.group_size or PART) == 0
@@ -128,7 +127,6 @@ def gate_up(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
 
 
 def gate_up_twin(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
-    """The same in plain MLX."""
     wide = [a if a.dtype == mx.uint32 else a.astype(mx.float32) for a in (x, *matrix)]
     return gated_twin(product(wide[0], wide[1:], form), form.gate)
 
@@ -142,7 +140,6 @@ def product(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
 
 
 def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
-    """The same in plain MLX."""
     x, up = mx.split(gate_up.astype(mx.float32), 2, axis=-1)
     return product_of(gate)(x, up).astype(gate.dtype)
 
@@ -248,7 +245,6 @@ def _case(variant: Variant) -> Case:
 
 
 def _timed(variant: Variant, _: int, __: int) -> Case:
-    """Beside MLX's product and its compiled activation behind it: two dispatches."""
     form = replace(variant.form, inner=timed_inner(variant.form))
     x, matrix = _inputs(form, variant.number("rows"))
     activation = compiled_product(product_of(form.gate))

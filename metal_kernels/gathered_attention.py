@@ -48,7 +48,6 @@ def gathered_attention(
         pages: keys (B, H, N, D) and values (B, H, N, V), padded; None: no sequence has pages.
         tails: keys (B, H, R, D) and values (B, H, R, V).
         masks: of pages and of tails, as for `attention_weights`.
-        softmax: of the layer.
 
     Returns:
         (B * Q, H * G * V) in the dtype of the queries, as kernels give it. Masks make the numbers
@@ -133,7 +132,6 @@ def attention_weights(
         mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
         tail_keys: (B, H, R, D).
         tail_mask: (B, 1, Q, R) additive.
-        softmax: of the layer.
 
     Returns:
         (B, H, G * Q, N + R), or without pages (B, H, G * Q, R).

@@ -42,7 +42,6 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> tuple[mx.array
         qkv: (T, (H + 2 K) * D) float32, float16 or bfloat16.
         positions: (T,) int32. Longer is allowed: padded to 8 once a step, they do not make fewer
             tokens another variant of the kernel (MLX passes shorter arrays in another way).
-        heads: of the layer.
 
     Returns:
         Queries (T, H, D) in the dtype of the projection, and what is stored.
@@ -55,7 +54,6 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> tuple[mx.array
 
 
 def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> tuple[mx.array, Stored]:
-    """The same in plain MLX."""
     num_tokens = _checked(heads.form, qkv.shape, positions.shape)
     positions = positions[:num_tokens]
     split = qkv.astype(mx.float32).reshape(num_tokens, -1, heads.form.head_dim)
@@ -131,7 +129,6 @@ def stored(vectors: mx.array, fmt: KVFormat, dtype: mx.Dtype) -> list[mx.array]:
 
 
 def template_of(form: HeadsForm, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
-    """The constants of a kernel for heads of this form."""
     return [
         ("T", dtype),
         ("D", form.head_dim),
@@ -173,7 +170,6 @@ def _launch(
 
 
 def stored_outputs(form: HeadsForm) -> tuple[list[str], list[str]]:
-    """Names of the arrays that are written, and what writes keys and values to them, in Metal."""
     formats, stored_dim, dim = (form.key_format, form.value_format), form.stored_dim, form.head_dim
     places = [(dim, 0, dim), (dim, 0, dim)]
     if form.joint:

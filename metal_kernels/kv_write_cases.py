@@ -116,7 +116,6 @@ TailCall = tuple[mx.array, mx.array, Heads, mx.array, mx.array, list[mx.array]]
 
 
 def _tail_call(variant: Variant, count: int) -> TailCall:
-    """Tokens for every other of twice as many tails, which hold something."""
     heads, (qkv, positions) = _heads(variant), _tokens(variant, count)
     rng, ring = np.random.default_rng(count), 2 * CASE_PAGE
     places = np.zeros(max(count, MIN_NUMBERS), np.int32)
@@ -141,7 +140,6 @@ def _tail_case(variant: Variant) -> Case:
 
 
 def _decoded(written: list[mx.array], form: HeadsForm) -> list[mx.array]:
-    """Queries, and keys and values as attention sees them, apart or in one array."""
     queries, *tails = written
     parts = len(form.key_format.names)
     decoded = [queries, form.key_format.decode(tails[:parts], mx.float32)]

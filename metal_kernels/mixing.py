@@ -40,11 +40,9 @@ class Mixing(Form):
 
     @property
     def variant(self) -> Variant:
-        """The kernel, for any number of tokens."""
         return Variant.from_form("mixing", self)
 
     def launch(self, num_tokens: int) -> Launch:
-        """The call for logits of so many tokens."""
         assert self.has_kernel, self
         n = self.num_streams
         return Launch(
@@ -62,7 +60,6 @@ def mixing(logits: mx.array, form: Mixing) -> Weights:
 
     Args:
         logits: (T, n + n + n * n) float32, of the weights in this order.
-        form: how.
 
     Returns:
         Weights to read with (T, n) and to write with (T, n), and the matrix (T, n, n): row i says
@@ -73,7 +70,6 @@ def mixing(logits: mx.array, form: Mixing) -> Weights:
 
 
 def mixing_twin(logits: mx.array, form: Mixing) -> Weights:
-    """The same in plain MLX."""
     n, eps = form.num_streams, form.eps
     read, write, inner = mx.split(logits, [n, 2 * n], axis=-1)
     inner, rounds = mx.unflatten(inner, -1, (n, n)), form.rounds

@@ -97,7 +97,6 @@ def mla_attention(
 
 
 def _attend(asked: Asked, sizes: Sizes) -> Launch:
-    """The first pass."""
     fmt = asked.formats[0]
     assert asked.dtype in DTYPES, asked
     assert asked.dims in DIMS, asked

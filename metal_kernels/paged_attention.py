@@ -251,7 +251,6 @@ def paged_attention_on_metal(
         queries: (T, H * G, D), those of the plan's first sequence first.
         keys: plain, or codes of 8 or 4 bits with scales and biases.
         values: likewise; another format than the keys' is fine.
-        plan: of the step and the layer's group.
         scale: multiplies the scores.
         sink_logits: (H * G,) logits that join each softmax without a value.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
@@ -303,7 +302,6 @@ def attention_call(
 
 
 def arrays_of(keys: Plane, values: Plane) -> list[mx.array]:
-    """The arrays of a layer in the order in which the kernels take them."""
     own_tails = [] if values.tail_head or keys.first else values.tails
     own_pages = [] if keys.first else values.pages
     return [*keys.tails, *keys.pages, *own_tails, *own_pages]
@@ -365,7 +363,6 @@ def passes(asked: Asked, attend: Callable[[Asked, Sizes], Launch]) -> tuple[Laun
     """The launches, the same for every layer and step that asks for the same.
 
     Args:
-        asked: of the attention.
         attend: makes the first pass, which puts down arrays of these sizes.
     """
     dim = asked.dims[1]
@@ -378,7 +375,6 @@ def passes(asked: Asked, attend: Callable[[Asked, Sizes], Launch]) -> tuple[Laun
 
 
 def _attend(asked: Asked, sizes: Sizes) -> Launch:
-    """The first pass."""
     assert has_dims(asked.dtype, asked.dims, asked.joint_dim), asked
     assert asked.num_rows <= MAX_ROWS, asked
     (key_dim, value_dim), (key_format, value_format) = asked.dims, asked.formats
@@ -538,5 +534,4 @@ def _reduce_kernel(sinks: bool, log_sums: bool) -> MetalKernel:
 
 
 def sink_names(*, sinks: bool) -> tuple[str, ...]:
-    """The last input of kernels of a layer with sink logits."""
     return ("sink_logits",) if sinks else ()

@@ -50,7 +50,6 @@ def ways_over_all(
         dims: D and V.
         num_queries: of the prompt, in this step.
         decoded_bytes: of all keys and values, where they are not read as they are stored.
-        softmax: of the layer.
     """
     if softmax.soft_cap is not None or decoded_bytes > MOST_DECODED:
         return (BLOCKS,)

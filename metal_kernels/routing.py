@@ -56,7 +56,6 @@ class Routing(Form):
     ranks_logits: bool = False
 
     def has_kernel(self, num_experts: int) -> bool:
-        """Whether the kernel takes so many experts, and biases of sigmoids alone."""
         if self.num_best < self.num_groups or (self.biased and not self.sigmoid):
             return False
         if self.root_softplus or self.ranks_logits:
@@ -64,7 +63,6 @@ class Routing(Form):
         return self.k <= min(num_experts, LANES) and num_experts <= MAX_EXPERTS
 
     def variant(self, num_experts: int, dtype: mx.Dtype) -> Variant:
-        """The kernel, for logits of a dtype and any number of tokens."""
         return Variant.from_form("routing", self, experts=num_experts, dtype=dtype_name(dtype))
 
     def launch(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Launch:
@@ -137,7 +135,6 @@ def route(
 
     Args:
         logits: (T, E) float32, float16 or bfloat16.
-        routing: how.
         bias: (E,) float32, where the routing is biased.
 
     Returns:
@@ -151,7 +148,6 @@ def route(
 def route_twin(
     logits: mx.array, routing: Routing, bias: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """The same in plain MLX."""
     wide = logits.astype(mx.float32)
     ranks = wide if bias is None else mx.sigmoid(wide) + bias
     experts = mx.argsort(-ranks, axis=-1)[:, : routing.k].astype(mx.uint32)

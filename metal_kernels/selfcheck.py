@@ -55,7 +55,6 @@ STATUSES = (OK, WRONG, FAILED, CRASHED, FAULTY, TWIN)
 
 
 def _all_kinds() -> dict[str, Kind]:
-    """The kinds of kernels that the modules of this folder declare, by name."""
     names = [module_info.name for module_info in iter_modules([str(Path(__file__).parent)])]
     others = [name for name in sorted(names) if f"{__package__}.{name}" != __name__]
     modules = [import_module(f"{__package__}.{name}") for name in others]
@@ -187,7 +186,6 @@ class Verdicts:
 
 
 def _sound(entry: object) -> bool:
-    """Whether an entry of the file has the form that this class writes."""
     if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
         return False
     times = entry.get("times", {})
@@ -209,7 +207,6 @@ Calls = Mapping[str, Outputs]  # by way
 
 
 def seconds_of(calls: Calls) -> dict[str, float]:
-    """Seconds of a call of each way, measured in turns."""
     for call in calls.values():  # compiles
         _seconds(call, 1)
     repeats = {way: 1 if _seconds(call, 1) > LONG_S else CALLS for way, call in calls.items()}
@@ -256,7 +253,6 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
     not right although there is a GPU.
 
     Args:
-        variants: that the model would use.
         gpu: None: there is no Metal, so none may be used, and nothing is run.
         folder: where verdicts are kept.
     """
@@ -412,7 +408,6 @@ def _without_kernels(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _right(case: Case, calls: Calls, twin: Sequence[mx.array], device: Device) -> Calls:
-    """Those of several ways that run and give what the twin gives."""
     right = {way for way, call in calls.items() if _judged(case, call, twin, device).status == OK}
     return {way: call for way, call in calls.items() if way in right}
 
@@ -455,7 +450,6 @@ def condemn(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> No
 
 
 def condemned(gpu: Gpu | None, folder: Path) -> frozenset[str]:
-    """The kinds whose present text gave NaN or infinities in use on this machine."""
     if gpu is None:
         return frozenset()
     known = Verdicts(folder, gpu.environment).read()
@@ -464,7 +458,6 @@ def condemned(gpu: Gpu | None, folder: Path) -> frozenset[str]:
 
 
 def examine(variant: Variant, device: Device) -> Verdict:
-    """Run a variant, all forms of its kernel, and its twin on small inputs and compare them."""
     case = KINDS[variant.kind].case(variant)
     twin = _evaluated(case.twin)
     verdict = _judged(case, case.kernel, twin, device)
@@ -475,7 +468,6 @@ def examine(variant: Variant, device: Device) -> Verdict:
 
 
 def _judged(case: Case, call: Outputs, twin: Sequence[mx.array], device: Device) -> Verdict:
-    """Run a call and compare it with the twin's outputs."""
     begun_s = time.perf_counter()
     outputs = _attempted(lambda: _evaluated(call), device)
     first_run_s = time.perf_counter() - begun_s
@@ -488,7 +480,6 @@ def _share(verdict: Verdict) -> float:
 
 
 def message(error: Exception) -> str:
-    """The message of a compiler or a driver, lines with errors first."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     first = [line for line in lines[1:] if "error:" in line]
     if first:
@@ -497,7 +488,6 @@ def message(error: Exception) -> str:
 
 
 def compare(kernel: Sequence[mx.array], twin: Sequence[mx.array], case: Case) -> Verdict:
-    """Whether outputs differ by no more than the tolerances."""
     if case.seen is not None:
         kernel, twin = case.seen([*kernel]), case.seen([*twin])
     worst = (-1.0, 0.0, 0.0)  # share of the tolerance, error, tolerance
@@ -544,7 +534,6 @@ def text_digest() -> str:
 
 
 def key_of(variant: Variant) -> str:
-    """The key of a verdict: the variant, and a hash of its files' text."""
     return f"{variant} #{_text_of(variant.kind)}"
 
 

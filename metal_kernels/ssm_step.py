@@ -59,7 +59,6 @@ class SSMStep(StateStep):
 
     @property
     def inner(self) -> int:
-        """Numbers of all heads of a token."""
         return self.heads * self.head_dim
 
     @property

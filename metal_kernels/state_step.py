@@ -63,7 +63,6 @@ class StateStep(Form):
         """Outputs, and the states after the tokens that count, in MLX's own operations.
 
         Args:
-            arrays: inputs.
             state: (B, *state_shape) float32, before the tokens.
             lengths: (B,) tokens that count; None: all. Outputs behind them may be anything.
         """
@@ -146,7 +145,6 @@ def matrix_launch(
     """The dispatch of a recurrence with a matrix (rows, width) for each of H heads as its state.
 
     Args:
-        step: the recurrence.
         kernel, template: of the launch; TEAM, the lanes that share a row, is added.
         lead: B and L.
         dtype: of the outputs (B, L, H * rows).
@@ -201,7 +199,6 @@ def _case(variant: Variant, rounding: dict[str, float]) -> Case:
 
 
 def _timed(variant: Variant, sequences: int, rounding: dict[str, float]) -> Case:
-    """All states in one array, in order, beside what layers do in MLX."""
     step, tokens, normal = variant.form, variant.number("tokens"), _normal()
     sources = filled([normal(sequences, *step.state_shape)])
     plan = plan_of([(0, row) for row in range(sequences)], [tokens] * sequences)

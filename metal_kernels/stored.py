@@ -158,7 +158,6 @@ class Plane:
 
     @property
     def own(self) -> slice:
-        """The plane's heads among those of the tails."""
         return slice(self.tail_head, self.tail_head + len(self.pages[0]))
 
     def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype | None = None) -> mx.array:
@@ -243,7 +242,6 @@ def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
 
 
 def part_names(kind: str, fmt: KVFormat) -> list[str]:
-    """Names of the arrays of all parts in a kernel."""
     return [f"{kind}_{name}" for name in fmt.names]
 
 

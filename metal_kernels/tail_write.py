@@ -34,7 +34,6 @@ def write_tails(
     Args:
         qkv: (T, (H + 2 K) * D) float32, float16 or bfloat16.
         positions: (T,) int32 or longer, as for `kv_write`.
-        heads: of the layer.
         places: (T,) int32 or longer: slot * R + offset of each token; no two are the same.
         taken: (S, R) int32, 1 at these places, else 0.
         tails: the parts (S * heads * R, width), as `Stored` has them.
@@ -60,7 +59,6 @@ def write_tails_twin(
     taken: mx.array,
     tails: Tails,
 ) -> list[mx.array]:
-    """The same in plain MLX."""
     queries, stored = kv_write_twin(qkv, positions, heads)
     return [queries, *put(stored, places[: len(qkv)], taken.shape[1], tails)]
 

@@ -26,7 +26,6 @@ DTYPES: dict[str, mx.Dtype] = {
 
 
 def never(rows: int, sequences: int = ALL_LOADS) -> bool:
-    """No kernels."""
     return False
 
 
@@ -70,7 +69,6 @@ class Loads:
         return KERNEL if KERNEL in allowed and not self.seconds else ways[0]
 
     def admits(self, load: int) -> bool:
-        """Whether a kernel is the fastest way of all."""
         return self.right and is_kernel(self.fastest(load, (*self._at(load), KERNEL)))
 
     def _at(self, load: int) -> Mapping[str, float]:
@@ -81,19 +79,16 @@ class Loads:
 
     @property
     def _overall(self) -> dict[str, float]:
-        """The geometric mean over all loads, of ways that were timed at each."""
         loads = list(self.seconds.values())
         common = [way for way in (loads[0] if loads else ()) if all(way in load for load in loads)]
         return {way: statistics.geometric_mean([load[way] for load in loads]) for way in common}
 
     @property
     def some(self) -> bool:
-        """Whether a kernel may be used at any load."""
         return any(map(self.admits, (ALL_LOADS, *self.seconds)))
 
     @property
     def forms(self) -> set[str]:
-        """The forms of the kernel that are the fastest at any load."""
         loads = (ALL_LOADS, *self.seconds)
         ways = [self.fastest(load, (*self._at(load), KERNEL)) for load in loads]
         return {way for way in ways if self.right and is_kernel(way)}
@@ -165,7 +160,6 @@ class Variant:
 
     @classmethod
     def from_form(cls, kind: str, form: Form, **values: Value) -> Self:
-        """The fields of a form, and values beside them."""
         return cls(kind, tuple(sorted({**form.values, **values}.items())), form)
 
     def __getitem__(self, name: str) -> Value:
@@ -191,7 +185,6 @@ Chosen = Mapping[Variant, Loads]
 
 
 def everywhere(variants: Iterable[Variant]) -> Chosen:
-    """These variants, for any number of sequences."""
     return dict.fromkeys(variants, Loads())
 
 

@@ -84,7 +84,6 @@ def limit_memory(model: object, num_bytes: int) -> None:
 
 
 def memory_limit(num_bytes: int) -> int:
-    """The limit of MLX's memory where models and others may take so many bytes."""
     return num_bytes + max(int(num_bytes * SPARE_SHARE), MIN_SPARE)
 
 

@@ -54,7 +54,6 @@ class LatentSpec:
 
     @property
     def numbers(self) -> int:
-        """Numbers kept per token."""
         return self.latent_dim + self.rope_dim + self.index_dim
 
 
@@ -82,7 +81,6 @@ class PooledSpec:
 
     @property
     def numbers(self) -> int:
-        """Numbers kept per token."""
         return self.dim // self.ratio
 
 
@@ -115,7 +113,6 @@ class EntrySpec:
 
     @property
     def numbers(self) -> int:
-        """Numbers kept per token."""
         return sum(self.widths)
 
 
@@ -137,7 +134,6 @@ class BlockSpec:
 
     @property
     def numbers(self) -> int:
-        """Numbers kept per token."""
         return self.dim
 
 

@@ -121,7 +121,6 @@ class Database:
         return None if self.path is None else self.path.with_name(f"{self.path.name}-reserve")
 
     def _keep_reserve(self) -> None:
-        """Fill the reserve, if there is room."""
         if self._reserve is None:
             return
         try:
@@ -193,6 +192,5 @@ def _decoding() -> Iterator[None]:
 
 
 def is_damaged(error: sqlite3.DatabaseError) -> bool:
-    """Whether an error says that the file is damaged, or no database."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and (code & 0xFF) in DAMAGED

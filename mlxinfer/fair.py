@@ -74,7 +74,6 @@ class Shares:
         self._used = {other: used for other, used in self._used.items() if used > self._now}
 
     def charge(self, tenant: Tenant, work: float) -> None:
-        """Count work that was done for a tenant."""
         self._used[tenant] = self.used(tenant) + work / tenant.weight
 
     def giver(self, held: Mapping[Tenant, int], taker: Tenant, more: int = 1) -> Tenant | None:
@@ -82,11 +81,6 @@ class Shares:
 
         A tenant without a place takes one from a tenant with several, whatever its weight, unless
         it is ahead by a slice. A tenant keeps its last place until it is ahead by a slice.
-
-        Args:
-            held: places of each tenant.
-            taker: wants places.
-            more: so many.
         """
         mine, used = held.get(taker, 0), self.used(taker)
         giver, most = None, 0.0

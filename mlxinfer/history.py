@@ -177,7 +177,6 @@ def default_place() -> Path | None:
 
 
 def pictures_kept(message: StoredMessage) -> list[str]:
-    """The data URLs of a message's pictures that are still kept."""
     return [
         picture["url"] for picture in _pictures_of(message.details) if picture["url"] is not None
     ]
@@ -201,7 +200,6 @@ def text_sent(message: StoredMessage, *, sees: bool = False) -> str:
 
 
 def new_id() -> str:
-    """An id for a conversation or a message."""
     return secrets.token_hex(16)
 
 
@@ -306,7 +304,6 @@ class History:
         return [_message(row, urls) for row in rows]
 
     def branch(self, owner: str, id: str) -> list[StoredMessage]:
-        """The messages from the first one to the conversation's head."""
         by_id = {message.id: message for message in self.messages(owner, id)}
         at, messages = self.conversation(owner, id).head, []
         while at is not None and at in by_id:
@@ -474,7 +471,6 @@ def _pictures_of(details: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _apart(details: dict[str, Any]) -> tuple[dict[str, Any], dict[int, str]]:
-    """Details without the URLs of their pictures, and those by their places."""
     given = _pictures_of(details)
     if not given:
         return details, {}
@@ -527,7 +523,6 @@ def _check_member(db: sqlite3.Connection, id: str, message: str, param: str) -> 
 
 
 def _prepare(db: sqlite3.Connection) -> None:
-    """Settings of a connection, and the tables of a new file."""
     db.row_factory = sqlite3.Row
     for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
         db.execute(f"PRAGMA {pragma}")

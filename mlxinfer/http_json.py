@@ -38,7 +38,6 @@ def exchange(
         base: "http://host:port".
         path: such as "/admin/models".
         body: JSON; None: GET.
-        key: of the server.
         timeout_s: longest silence.
         method: another than GET and POST.
         upload: a file to send as the body.
@@ -67,7 +66,6 @@ def exchange(
 
 
 def _read(base: str, answer: "httpx2.Response", download: BinaryIO | None) -> bytearray:
-    """The body of an answer, or nothing where a file gets it."""
     read = bytearray()
     for piece in _pieces(base, answer):
         if download is not None:

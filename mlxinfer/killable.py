@@ -98,7 +98,6 @@ class KillableProcess:
         """Return the reply to a job.
 
         Args:
-            job: of the process.
             abandoned: says whether the caller has left. The job then ends with its process.
 
         Raises:
@@ -176,11 +175,7 @@ class KillableProcess:
 
 
 class KillablePool:
-    """Several processes for jobs of one kind; a job goes to the one with the fewest.
-
-    Args:
-        processes: of one module.
-    """
+    """Several processes for jobs of one kind; a job goes to the one with the fewest."""
 
     def __init__(self, *processes: KillableProcess) -> None:
         self._processes = processes

@@ -529,7 +529,6 @@ class LLM(VectorMethods):
 
 
 def _thumbnails(given: ChatInput) -> tuple[str, ...]:
-    """The pictures of a conversation, if this is a notebook, which shows them."""
     if not in_notebook():
         return ()
     from .display.show import thumbnails_of

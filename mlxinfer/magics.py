@@ -18,11 +18,7 @@ USAGE = (
 
 
 class Magics:
-    """The magics of one notebook, and its conversation.
-
-    Args:
-        variables: of the notebook.
-    """
+    """The magics of one notebook, and its conversation."""
 
     def __init__(self, variables: dict[str, Any]) -> None:
         self._variables = variables

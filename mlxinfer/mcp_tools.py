@@ -66,13 +66,11 @@ class McpTools:
         self._loop = ready.wait()
 
     def close(self) -> None:
-        """End the servers that were started, and the connections to others."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
 
     def allows(self, name: str) -> bool:
-        """Whether the config file allows calls of a tool without asking."""
         server, tool = self._tools.get(name, ("", ""))
         return bool(server) and tool in self._servers[server].allow
 
@@ -126,7 +124,6 @@ class McpTools:
         return await listed
 
     async def _keep(self, name: str, listed: "asyncio.Future[list[Any]]") -> None:
-        """List a server's tools, and stay connected until the end, or the server's own."""
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(CONNECT_S):

@@ -331,7 +331,6 @@ class Program:
         return self._make(now.text, now.messages, given)
 
     def _take(self, name: str, sent: Mark, result: Result) -> None:
-        """Add what the model wrote after what stood here when it was asked."""
         said = sent.plus(result.text, result.reasoning).calling(result.tool_calls)
         self._set(said.naming(name, result.text), sent)
 

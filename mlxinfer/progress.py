@@ -73,7 +73,6 @@ def patient(show: StepWatch) -> StepWatch:
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, which renders HTML."""
     if "IPython" not in sys.modules:
         return False
     from IPython.core.getipython import get_ipython
@@ -138,8 +137,6 @@ def rare_lines() -> StepWatch:
 
 
 class _NotebookLine:
-    """A file whose last line is shown in one place of a notebook's output."""
-
     encoding = "utf-8"  # bars are drawn with blocks
 
     def __init__(self) -> None:

@@ -111,7 +111,6 @@ def candidates_of(output: OutputTensor, unit: MeasuredUnit) -> list[MLXFormat]:
 
 
 def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) -> int:
-    """Bytes of the output with the smallest allowed format for every unit."""
     size = plan.num_bytes
     planned = {tensor.output.name: tensor.num_bytes for tensor in plan.tensors}
     for unit in units_of(arranged, recipe):
@@ -128,8 +127,6 @@ def choose_formats(
     """The format of each tensor of `units`, by name, so that all tensors take `max_bytes` at most.
 
     Args:
-        arranged: the source.
-        units: measured.
         base: a plan of the whole; what belongs to no unit keeps its format.
         max_bytes: of all tensors of `base`; what least_bytes() says, or more.
     """
@@ -141,7 +138,6 @@ def choose_formats(
 
 
 def choices_of(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> list[FormatChoice]:
-    """The choices of a unit with their bytes and costs."""
     choices = []
     least = max(floor_bits(output.path) for output in unit.outputs)
     for form in [*unit.errors, None]:

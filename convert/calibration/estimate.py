@@ -69,7 +69,6 @@ def estimated_seconds(
 
 
 def _active(arranged: ArrangedSource, output: OutputTensor) -> float:
-    """The part of a matrix, or of a stack of experts, that a token meets."""
     if len(output.shape) < 3:
         return 1.0
     return arranged.config.experts_per_token / output.shape[0]

@@ -40,7 +40,6 @@ class Statistics:
 
     @property
     def nearest(self) -> int:
-        """Experts that are rounded without error feedback, for want of tokens."""
         return self.feedbacks.count(None)
 
 
@@ -126,8 +125,6 @@ class CalibrationPass:
     """The texts on their way through the layers of the source.
 
     Args:
-        arranged: the source.
-        texts: for calibration and for comparing.
         block: see Moments.
         calibrating: whether statistics are asked for.
         references: files for the logits of the short and of the long texts; (): none are compared.
@@ -217,7 +214,6 @@ class CalibrationPass:
         self._progress(step, self._done, self._parts * self._num_layers)
 
     def _advance(self, *, watching: bool) -> None:
-        """Run the next layer, and keep the moments of this one alone."""
         streamed, index = self._streamed, self._next
         self._moments = Moments(self._block)
         if index < self._num_layers:

@@ -100,12 +100,9 @@ class LearningPass:
     """The calibration text on its way through the source and through what is written of it.
 
     Args:
-        arranged: the source.
         plan: of the output in `folder`.
-        folder: of the output's files.
         kept: where a file for each layer lies.
         sequences: of token ids, of one length.
-        seconds: for all layers.
     """
 
     def __init__(
@@ -128,7 +125,6 @@ class LearningPass:
         self._seconds = seconds / self._num_layers
 
     def run(self, progress: Progress) -> list[LearnedLayer]:
-        """Learn what an earlier run has not, layer by layer."""
         self._kept.mkdir(exist_ok=True)
         known = [self._file(index) for index in range(self._num_layers)]
         if not all(path.exists() for path in known):
@@ -275,8 +271,6 @@ def _error(values: mx.array, source: mx.array) -> ErrorStats:
 
 
 class _Split:
-    """Inputs and wanted outputs of a layer, some of the sequences held out."""
-
     def __init__(
         self, states: HiddenStates, wanted: HiddenStates, sequences: Sequence[Sequence[int]]
     ) -> None:
@@ -289,11 +283,9 @@ class _Split:
         self._order = np.random.default_rng(0)
 
     def batch(self) -> list[mx.array]:
-        """Inputs, outputs and ids of one step."""
         return self._picked(self._order.permutation(self._taught)[: self._size].tolist())
 
     def held_out(self, error: Any) -> float:
-        """The mean error over what is held out."""
         parts = [
             self._held[start : start + self._size]
             for start in range(0, len(self._held), self._size)

@@ -38,7 +38,6 @@ def measure_units(
     """The cost of each unit.
 
     Args:
-        arranged: the source.
         sequences: of token ids, of one length.
         recipe: what is not measured: routers, exceptions, dtype.
         num_probes: sequences that are carried to the end for each unit.
@@ -78,7 +77,6 @@ class _ProbePass:
         self._probe_ends()
 
     def finish(self) -> list[MeasuredUnit]:
-        """Measure the divergence that each unit's probe causes."""
         streamed, head = self._streamed, self._streamed.head
         moments, norm = Moments(), streamed.final_norm()
         for part in self._states.parts:
@@ -119,7 +117,6 @@ class _ProbePass:
             self._probes.append(self._streamed.embed(ids, table))
 
     def layer(self, index: int) -> None:
-        """Go through a layer, and begin the probes of its units."""
         streamed, moments = self._streamed, Moments()
         tensors = streamed.read_layer(index)
         clean = streamed.layer(index, tensors)
@@ -150,7 +147,6 @@ class _ProbePass:
             self._importance[output.path] = importance
 
     def _errors(self, unit: MeasuredUnit, output: OutputTensor, rows: Floats) -> None:
-        """The sampled error of each candidate, scaled up to the whole tensor."""
         jobs = {
             form: self._pool.submit(quantise, rows, self._method(output, form))
             for form in candidates_of(output, unit)

@@ -218,7 +218,6 @@ class HiddenStates:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
         return self.ids[0].shape[1]
 
     def advance(self, layer: LayerRun, tell: Callable[[int], None] = lambda _: None) -> None:
@@ -258,7 +257,6 @@ class StreamedModel:
         self.tied = HEAD not in self._by_name
 
     def output(self, name: str) -> OutputTensor:
-        """The tensor of this name, as the decoder knows it."""
         return self._by_name[name]
 
     @property
@@ -267,12 +265,10 @@ class StreamedModel:
         return self._by_name[EMBEDDING if self.tied else HEAD]
 
     def name_of(self, output: OutputTensor) -> str:
-        """The decoder's name of a tensor."""
         name: str = self._module.tensor_name(output.name)
         return name
 
     def outputs_of(self, index: int) -> dict[str, OutputTensor]:
-        """The tensors of a layer, by the decoder's names."""
         front = f"model.layers.{index}."
         return {name: out for name, out in self._by_name.items() if name.startswith(front)}
 
@@ -378,7 +374,6 @@ class StreamedModel:
         return ends | {EMBEDDING: self.zeros(self.output(EMBEDDING), rows=1)}
 
     def _only(self, layers: range) -> ModelConfig:
-        """The config of a model with these layers alone, its own table for output."""
         config = self.config
         changed: dict[str, Any] = {
             field.name: value[layers.start : layers.stop]

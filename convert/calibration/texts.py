@@ -41,7 +41,6 @@ def read_text(path: Path | None) -> str:
 
 
 def checked_positions(vocab_size: int) -> int:
-    """How many positions are compared, at most."""
     return min(MAX_CHECKED, max(LEAST_CHECKED, MAX_COMPARED // vocab_size))
 
 

@@ -73,7 +73,6 @@ def _only_gguf(folder: Path) -> Path | None:
 
 
 def _of_model(path: str) -> bool:
-    """Whether a GGUF file holds a language model, not what sees for one."""
     return path.endswith(".gguf") and not is_projector(path)
 
 

@@ -26,7 +26,6 @@ Triple = tuple[Words, Array, Array]
 
 
 def affine_format(bits: int, group_size: int) -> MLXFormat | None:
-    """The MLX format that holds such groups, if need be each as several smaller ones."""
     fits = [group for group in _GROUPS if group_size % group == 0]
     return MLXFormat(fits[0], bits, "affine") if fits and bits in _BITS else None
 
@@ -164,13 +163,11 @@ def float_reader(
 
     Args:
         info: values in this dtype; codes where it says that they are lossless.
-        form: of the codes.
         octets: of a range of the first axis.
         rescaled: scales (float32), multiplied by the factor that the source has for all of them.
     """
 
     def values(rows: slice) -> mx.array:
-        """Code times scale."""
         codes, scales = octets(rows)
         steps = rescaled(scale_values(scales, form))
         numbers = E4M3[codes]

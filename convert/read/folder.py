@@ -86,7 +86,6 @@ def arrays_of(path: Path, entries: Mapping[str, Entry]) -> Iterator[StoredArray]
 
 
 def local_side_files(folder: Path) -> dict[str, bytes | Path]:
-    """Tokenizer, templates and the like, by their path within the folder."""
     return {
         path.relative_to(folder).as_posix(): path
         for pattern in SIDE_FILES
@@ -135,7 +134,6 @@ def file_state(path: Path) -> str:
 
 
 def digest_of(files: Mapping[str, bytes | Path]) -> bytes:
-    """A digest of names and contents, of side files: small."""
     digest = blake2b(digest_size=20)
     for name, content in sorted(files.items()):
         data = content if isinstance(content, bytes) else content.read_bytes()

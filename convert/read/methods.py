@@ -143,7 +143,6 @@ _STACKS = {  # model_type of the language model -> what MLX calls `experts`, and
 
 
 def _laid_out(text: Mapping[str, Any], block: tuple[int, int]) -> tuple[Claim, ...]:
-    """The schemes that belong to a family rather than to a format."""
     name = str(text.get("model_type"))
     if name == "mimo_v2":
         return (ShardedHeads.of(text, block),)
@@ -163,7 +162,6 @@ def choose_method(
     """The schemes for a checkpoint.
 
     Args:
-        config: config.json.
         beside: contents of quantize_config.json, quant_config.json and hf_quant_config.json where
             they are; old GPTQ, AWQ and ModelOpt checkpoints describe themselves there.
 

@@ -81,7 +81,6 @@ def origin_of_folder(folder: Path) -> Origin:
 
 
 def origin_of_metadata(metadata: Mapping[str, Any]) -> Origin:
-    """Of a GGUF file."""
     url = _URL.match(str(metadata.get("general.base_model.0.repo_url", "")))
     keys = ("license", "license_name", "license_link")
     values = {key: metadata.get(f"general.{key.replace('_', '.')}") for key in keys}
@@ -90,7 +89,6 @@ def origin_of_metadata(metadata: Mapping[str, Any]) -> Origin:
 
 
 def _value(lines: str, key: str) -> str | None:
-    """A key's value, or the first of a list."""
     match = re.search(rf"^{key}:[ \t]*(?:\n[ \t]*-[ \t]*)?([^\n]+)$", lines, re.M)
     value = match[1].strip().strip("'\"[]").strip() if match else ""
     return value if value and len(value) <= 300 and ":" not in value[:5] else None
@@ -235,7 +233,6 @@ def _may_overflow(packed: Packed, form: MLXFormat) -> bool:
 
 
 def _is_finite(reader: TensorReader) -> bool:
-    """Whether all values of a tensor are finite, a part of the first axis at a time."""
     length = reader.info.shape[0]
     step = max(1, length // 8)
     parts = (slice(start, min(start + step, length)) for start in range(0, length, step))

@@ -78,7 +78,6 @@ class StoredArray:
         return to_float32(self.view(rows), self.dtype)
 
     def fail(self, what: str) -> CheckpointError:
-        """An error that says what is wrong with this array."""
         return CheckpointError(f"Tensor {self.name[:200]!r} of {self.path.name} {what}.")
 
     def expect(self, dtypes: Sequence[str], shape: Sequence[int] | None = None) -> "StoredArray":

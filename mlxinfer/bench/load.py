@@ -42,12 +42,10 @@ class TimedAnswer:
 
     @property
     def first_s(self) -> float:
-        """Seconds until the first text."""
         return (self.pieces_s[0] if self.pieces_s else self.ended_s) - self.sent_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between two pieces of text."""
         return [late - early for early, late in pairwise(self.pieces_s)]
 
     @property
@@ -137,7 +135,6 @@ class ChatClient:
 
 
 def _take(event: Mapping[str, Any], answer: TimedAnswer) -> None:
-    """Add one event of the stream to the answer."""
     if "error" in event:
         answer.error = _message(event)
     if usage := event.get("usage"):
@@ -190,7 +187,6 @@ class ServerLoad:
 
     @property
     def most_in_flight(self) -> int:
-        """Requests at once, at most."""
         return self.concurrency or (self.requests if self.rate else 8)
 
 
@@ -237,7 +233,6 @@ def bodies(load: ServerLoad) -> Iterator[dict[str, Any]]:
 
 
 def arrivals(load: ServerLoad) -> Iterator[float]:
-    """Seconds from the start at which each request is due."""
     drawn = random.Random(f"{load.seed} arrivals")
     due = 0.0
     for _ in range(load.requests):

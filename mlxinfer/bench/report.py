@@ -48,7 +48,6 @@ def describe_machine(command: str, **facts: str) -> dict[str, str]:
     """Facts that a number means nothing without.
 
     Args:
-        command: that measured.
         facts: more of them, by name.
     """
     return {
@@ -82,7 +81,6 @@ def _version(name: str) -> str:
 
 
 def show(report: Report, *, as_json: bool = False, as_markdown: bool = False) -> None:
-    """Print a report as tables, as JSON or in Markdown."""
     if as_json:
         print(json.dumps(report.as_dict(), indent=2, ensure_ascii=False))
     elif as_markdown:
@@ -92,7 +90,6 @@ def show(report: Report, *, as_json: bool = False, as_markdown: bool = False) ->
 
 
 def markdown(report: Report) -> str:
-    """Every table with its title and note, then the machine that measured it."""
     parts = [_markdown_table(table) for table in report.tables]
     facts = "; ".join(f"{name}: {fact}" for name, fact in report.machine.items())
     return "\n\n".join([*parts, *([f"*{facts}*"] if facts else [])])

@@ -72,7 +72,6 @@ def run(
         batches: prompts at once.
         tokens: of each answer, at least 2.
         runs: of each cell; the median counts.
-        peer: also mlx-lm.
         before: data of an earlier report, to compare with; see `read_saved`.
 
     Raises:
@@ -175,7 +174,6 @@ def measure(
 
 
 def generation_rate(times: Sequence[Sequence[float]]) -> float:
-    """Tokens a second of all answers together, from the last first token to the end."""
     begin, end = max(token_s[0] for token_s in times), max(token_s[-1] for token_s in times)
     return sum(when > begin for token_s in times for when in token_s) / (end - begin)
 

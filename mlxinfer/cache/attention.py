@@ -32,9 +32,6 @@ def prepare(
     """Prepare the attention of one step.
 
     Args:
-        metadata: of the step.
-        group: of the layers.
-        layers: that will share what is prepared.
         place: where tokens go in tails.
     """
     if metadata.spans is not None and not group.window.sees_spans:
@@ -74,7 +71,6 @@ class OnMetal:
     Args:
         rows: of the step's flat list; None: all.
         segments: of these rows, one after another.
-        group: of the layers.
         tiles: prefill chunks, which are written to pages before they attend.
     """
 
@@ -134,7 +130,6 @@ class OnMetal:
 
 
 def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> OnMetal:
-    """How the rows of short segments attend together."""
     count, first = short.num_tokens, int(short.rows[0])
     rows = None if count == len(metadata.positions) else slice(first, first + count)
     return OnMetal(rows, short, group)
@@ -155,9 +150,6 @@ class Prepared:
     """All that the layers of a group share in one step.
 
     Args:
-        metadata: of the step.
-        group: of the layers.
-        layers: that share what is prepared.
         place: where tokens go in tails.
         short: how the rows of short segments attend, part by part.
         chunks: prefill chunks, which come last in the flat list.
@@ -191,12 +183,10 @@ class Prepared:
 
     @property
     def num_short(self) -> int:
-        """Rows of short segments, which come first in the flat list."""
         chunks = self.metadata.long
         return int(chunks[0].rows[0]) if chunks else len(self.metadata.positions)
 
     def sequences(self) -> list[SequencePlace]:
-        """The sequences of the step, in flat order, and where all of their tokens lie."""
         if self._sequences is None:
             number, size, window = self.group.number, self.group.page_size, self.group.window
             self._sequences = places = []

@@ -75,7 +75,6 @@ def plan_groups(
 
     Args:
         layers: of the whole model, those that have pages.
-        here: those of this rank.
         page_size: tokens.
         prefill_chunk: tokens of a step's prefill.
         max_batch: sequences that may run at once.

@@ -63,7 +63,6 @@ class Chunk:
 
     @property
     def num_keys(self) -> int:
-        """Tokens that any query sees."""
         return sum([stop - start for start, stop in self.ranges])
 
     @property
@@ -72,7 +71,6 @@ class Chunk:
 
     @property
     def sees_all_before(self) -> bool:
-        """Whether each token sees exactly itself and all tokens before it."""
         return self.window.size is None and self.spans is None
 
     def ways(self, dims: tuple[int, int], token_bytes: int, softmax: Softmax) -> tuple[str, ...]:
@@ -81,14 +79,12 @@ class Chunk:
         Args:
             dims: D and V.
             token_bytes: of a token's keys and values, where they are not read as they are stored.
-            softmax: of the layer.
         """
         if not self.sees_all_before or not mx.metal.is_available():
             return (BLOCKS,)
         return ways_over_all(dims, self.num_queries, self.num_keys * token_bytes, softmax)
 
     def ways_of(self, layer: PagedLayer, key_dim: int, softmax: Softmax) -> tuple[str, ...]:
-        """The ways for queries of a layer that keeps keys and values."""
         as_stored = layer.keys.as_stored and layer.values.as_stored
         dims = key_dim, layer.values.read_dim
         return self.ways(dims, 0 if as_stored else layer.read_bytes, softmax)
@@ -110,7 +106,6 @@ class Chunk:
         """Attention of the chunk's queries (heads, n, D) over the keys that it reads.
 
         Args:
-            queries: of the chunk.
             read: of tokens counted in `reads`.
             softmax: of the layer.
             way: one of `ways`.

@@ -147,7 +147,6 @@ class EntryChoice:
     """The entries and the tokens that each token of a step sees; see `paged.Choice`.
 
     Args:
-        layer: of the entries.
         queries, weights: see `EntryLayer.choose`.
     """
 
@@ -191,7 +190,6 @@ class EntryChoice:
         queries: mx.array,
         softmax: Softmax,
     ) -> mx.array:
-        """Rows of a short segment: each reads the entries that it sees alone."""
         rows, (window, most) = place.rows, (layer.spec.window, self.layer.spec.num_ranked)
         assert window is not None
         positions, heads = place.positions(rows), queries[rows]
@@ -221,7 +219,6 @@ class EntryChoice:
         queries: mx.array,
         softmax: Softmax,
     ) -> mx.array:
-        """Rows of a prefill chunk, some at a time: all entries are read."""
         window = layer.spec.window
         assert window is not None
         outputs: list[mx.array] = []
@@ -232,8 +229,10 @@ class EntryChoice:
         block = max(1, MOST_SCORES // (heads * (entries.shape[1] + pair[0].shape[2])))
         for first in range(place.rows.start, place.rows.stop, block):
             rows = slice(first, min(first + block, place.rows.stop))
-            positions, some = place.positions(rows), queries[rows].swapaxes(0, 1)[None]
-            some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
+            positions, block_queries = place.positions(rows), queries[rows].swapaxes(0, 1)[None]
+            block_queries = (
+                mx.depends(block_queries, outputs[-1]) if outputs else block_queries
+            )  # one block's scores only
             low = max(place.start + first - place.rows.start - window + 1, near.first) - near.first
             high = place.start + rows.stop - place.rows.start - near.first
             tokens = mx.arange(near.first + low, near.first + high)
@@ -241,7 +240,7 @@ class EntryChoice:
             seen = self._seen(place, rows, keys, entries.shape[1])
             mask = mx.concatenate([in_window, seen], axis=1)
             part = [vectors[:, :, low:high] for vectors in pair]
-            output = self._over(layer, part, entries, some, mask, softmax)
+            output = self._over(layer, part, entries, block_queries, mask, softmax)
             outputs.append(output[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 

@@ -128,7 +128,6 @@ class Gathered:
         return outputs if self.unpad is None else outputs[self.unpad]
 
     def _is_fused(self, layer: PagedLayer, softmax: Softmax) -> bool:
-        """Whether MLX's own attention is faster here."""
         if softmax.soft_cap is not None:
             return False
         num_sequences, _, num_queries, _ = self.tail_mask.shape

@@ -38,7 +38,6 @@ class IndexLayer(PagedLayer):
 
     @classmethod
     def of(cls, spec: Any, formats: Formats, dtype: mx.Dtype) -> Self:
-        """The layer for a spec. There is only one kind."""
         return cls(spec, dtype)  # type: ignore[call-arg]  # subclasses know their planes
 
     @staticmethod
@@ -172,7 +171,6 @@ class BlockChoice(ChosenTokens):
     Hi = heads of the index, one for each KV head, d = numbers of a key.
 
     Args:
-        layer: the index.
         queries, served: see `BlockLayer.choose`.
     """
 

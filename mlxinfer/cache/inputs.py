@@ -40,7 +40,6 @@ class Segments:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all segments, which stand one after another in the flat list."""
         return len(self.rows) if self.width == 1 else int(self.counts.sum())
 
     def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
@@ -74,7 +73,6 @@ class Segments:
         ]
 
     def some(self, places: NDArray[np.int64]) -> "Segments":
-        """The segments at these places among the B."""
         return Segments(
             [self.tables[place] for place in places.tolist()],
             self.rows[places],
@@ -107,7 +105,6 @@ class Segments:
         return whole if len(places) == len(self) else whole.some(places)
 
     def joined(self, other: "Segments") -> "Segments":
-        """These and others that come right after them in the flat list."""
         return Segments(
             self.tables + other.tables,
             np.concatenate([self.rows, other.rows]),
@@ -229,12 +226,10 @@ class CacheWork:
 
     @property
     def writes_pages(self) -> bool:
-        """Whether pages are written or read out, which must wait for the step in flight."""
         return bool(self.seal or self.spill or self.load or self.copies)
 
     @property
     def num_slots(self) -> int:
-        """How many tails there must be for the copies and for the pages that are sealed."""
         slots = [copy.slot for copy in self.copies] + [move.slot for move in self.seal]
         return 1 + max(slots, default=-1)
 

@@ -220,7 +220,6 @@ class KeyValueLayer(PagedLayer):
             queries: (T, num_heads, key_dim), position-encoded.
             keys: (T, num_kv_heads, key_dim), position-encoded.
             values: (T, num_kv_heads, value_dim).
-            softmax: of the layer.
             choice: of the blocks that each token sees; None: it sees all before it.
             rows: (R,) that attend, in ascending order, the last ones of their sequences; None: all.
 
@@ -325,12 +324,10 @@ class KeyValueLayer(PagedLayer):
 
     @property
     def _in_kernels(self) -> bool:
-        """Whether attention kernels read these formats, and have heads of these sizes."""
         dims = self.spec.key_dim, self.spec.value_dim
         return self._formats_in_kernels and has_dims(self.dtype, dims, self.spec.joint_dim)
 
     def _form(self, mixer: Any) -> AttentionForm:
-        """The constants of the layer's kernels, for one token of a sequence."""
         return AttentionForm(
             self.dtype,
             self.spec.key_dim,

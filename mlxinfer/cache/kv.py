@@ -92,7 +92,6 @@ class LayerGroup(PageGroup):
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
-        """Prepare the attention of a step for all layers."""
         prepared = prepare(metadata, self, self.layers, place)
         for layer in self.layers:
             layer.prepared = prepared
@@ -159,11 +158,9 @@ class KVCache:
     """Pages and tails of all layers, and states of sequences.
 
     Args:
-        layers: of the whole model.
         page_size: tokens a page.
         max_batch: sequences that may run at once; lowered where tails would take over the budget.
         prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
-        budget_bytes: for all arrays together.
         num_pages: pages of every full group instead of as many as the budget holds.
         absent: places of layers that another rank has: pages are counted for them, and nothing is
             kept.
@@ -235,7 +232,6 @@ class KVCache:
 
     @property
     def identity(self) -> str:
-        """The spec and the formats of each layer, for keys of pages on disk."""
         return str([(layer.spec, layer.formats) for layer in self.layers])
 
     # -- capacity -------------------------------------------------------------------------------
@@ -254,7 +250,6 @@ class KVCache:
 
     @property
     def max_tokens(self) -> int:
-        """Positions that one sequence may ever have, if it runs alone."""
         short = [
             group.allocator.num_pages * self.page_size
             for group in self.groups
@@ -303,7 +298,6 @@ class KVCache:
         return True
 
     def must_grow(self, num_slots: int) -> bool:
-        """Whether a step needs more pages or tails than the arrays have."""
         for group in self.groups:
             lacks_pages = group.allocator.extent > group.num_pages
             if group.layers and (lacks_pages or num_slots > group.num_slots):
@@ -314,7 +308,6 @@ class KVCache:
         """Grow the arrays until all pages handed out and `num_slots` tails are there.
 
         Args:
-            num_slots: tails that are needed.
             shrink: no later slot is held, so the arrays shrink to the next power of two if they
                 have four times as many tails. Every step copies all tails that there are.
         """
@@ -331,7 +324,6 @@ class KVCache:
         Only behind a barrier if `work.writes_pages`.
 
         Args:
-            work: of the step.
             new_slots: have a new owner in this step.
         """
         for group in self._all:
@@ -357,7 +349,6 @@ class KVCache:
         return entries
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Let the layers see a step, until the next one begins."""
         place = TailPlace.of(metadata, self.page_size, by_position=self._by_position)
         for group in self._all:
             group.begin_step(metadata, place)

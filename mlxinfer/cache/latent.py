@@ -74,7 +74,6 @@ class LatentLayer(PagedLayer):
 
     @classmethod
     def of(cls, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> "LatentLayer":
-        """With an index or without, as the spec says."""
         kind = RankedLayer if spec.num_ranked else LatentLayer
         return kind(spec, unrotated(formats), dtype)
 
@@ -307,9 +306,11 @@ class RankedLayer(LatentLayer):
             block = max(1, MOST_SCORES // (heads * len(vectors)))
             for first in range(rows.start, rows.stop, block):
                 chunk = slice(first, min(first + block, rows.stop))
-                some = queries[chunk].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
+                block_queries = queries[chunk].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
                 if outputs:
-                    some = mx.depends(some, outputs[-1])  # one block's scores at a time
+                    block_queries = mx.depends(
+                        block_queries, outputs[-1]
+                    )  # one block's scores at a time
                 if keys:
                     position = place.start + first - rows.start
                     places = mx.arange(len(vectors))
@@ -317,7 +318,7 @@ class RankedLayer(LatentLayer):
                     best = ranked(rankers[chunk], weights[chunk], keys[0], visible, self.num_ranked)
                     chosen[first] = best
                 output = mx.fast.scaled_dot_product_attention(
-                    some, vectors[None, None], values, scale=scale, mask=chosen[first]
+                    block_queries, vectors[None, None], values, scale=scale, mask=chosen[first]
                 )
                 outputs.append(output[0].swapaxes(0, 1))
         return mx.concatenate(outputs)

@@ -50,7 +50,6 @@ def paged_of(layers: Sequence[LayerCache]) -> list[PagedLayer]:
 
 
 def sequence_layers(layers: Sequence[LayerCache]) -> list[SequenceLayer]:
-    """The layers that keep one thing of each sequence."""
     return [cast(SequenceLayer, layer) for layer in layers if not layer.is_paged]
 
 
@@ -106,9 +105,6 @@ def lay_out(
     """The layers of a cache, without arrays.
 
     Args:
-        specs: what the model asks for.
-        options: what the user asks for.
-        dtype: of activations.
         key_bias: whether the model adds biases to its keys, also in layers that do not say which.
 
     Raises:

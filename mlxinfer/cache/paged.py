@@ -75,7 +75,6 @@ class SequencePlace:
 
     @property
     def stop(self) -> int:
-        """One past the position of its last token."""
         return self.start + self.rows.stop - self.rows.start
 
     def positions(self, rows: slice) -> mx.array:
@@ -85,7 +84,6 @@ class SequencePlace:
 
     @property
     def sealed(self) -> int:
-        """Tokens that are read from pages."""
         return self.stop - len(self.tail)
 
 
@@ -178,8 +176,10 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
         count, start = chunk.num_tokens, int(chunk.starts[0])
         # Earlier tokens of the chunk's first page are already in the page and in the tail.
         assert chunk.sealed[0] == start - start % page_size, "a full page is not sealed"
-        rest = min((start + count) % page_size, count)
-        own_rows, own_slots, own_positions = (part[count - rest :] for part in chunk.tokens())
+        num_unsealed = min((start + count) % page_size, count)
+        own_rows, own_slots, own_positions = (
+            part[count - num_unsealed :] for part in chunk.tokens()
+        )
         parts.append((own_rows, own_slots, own_positions))
     rows, slots, positions = zip(*parts, strict=True)
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
@@ -218,7 +218,6 @@ def read_payloads(planes: Sequence[Plane], pages: Sequence[int], page_size: int)
 def write_payloads(
     planes: Sequence[Plane], pages: Sequence[int], payloads: Sequence[Payload], page_size: int
 ) -> None:
-    """Put payloads into pages, bit for bit as they were read."""
     rows = mx.array(np.stack([np.frombuffer(payload, dtype=np.uint8) for payload in payloads]))
     slots, start = _page_slots(pages, page_size), 0
     for plane in planes:
@@ -234,7 +233,6 @@ def write_payloads(
 
 
 def part_bytes(parts: Sequence[tuple[int, mx.Dtype]]) -> int:
-    """Bytes of one stored vector, scales and biases included."""
     return sum(width * kind.size for width, kind in parts)
 
 
@@ -244,20 +242,13 @@ class PagedLayer(ABC):
     It knows its bytes from the beginning; `allocate` makes its arrays.
 
     Args:
-        spec: what the layer keeps.
-        formats: of keys and values.
-        dtype: of activations.
         kinds: format and numbers of the vectors of each plane.
-        heads: of each plane.
         joined: two planes of one format share their tails.
 
     Attributes:
         form: what kernels are compiled for; layers of one form share them.
-        keys, values: the planes as attention reads them.
         prepared: the current step, as `attention.prepare` gave it for the layer's group.
         heads: settings of the kernel that writes heads in this step; None: the mixer does its work.
-        token_bytes: that are kept of one token.
-        tail_bytes_each: that are kept of one token in a tail.
         read_bytes: of one token's keys and values, as they are attended to.
         ready: for how many query tokens of a sequence the attention kernel may be used.
         fastest: of several ways in which short segments attend, for query tokens and sequences.
@@ -315,7 +306,6 @@ class PagedLayer(ABC):
         return self.spec.window or 0, self.spec.sinks, False, False
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
-        """Make empty pages and tails."""
         self.page_size, self.num_pages, self.num_slots = page_size, num_pages, num_slots
         heads, kinds = self._heads, self._kinds
         self._tail_rows = self._tail_heads * 2 * page_size  # of a slot
@@ -346,7 +336,6 @@ class PagedLayer(ABC):
         return self.subtracts_bias or self.write_heads is not None
 
     def views(self) -> tuple[Plane, Plane]:
-        """The planes as attention reads keys and values."""
         return self.planes[0], self.planes[-1]
 
     def attention_variants(self, mixer: Any) -> dict[int, Variant]:
@@ -369,7 +358,6 @@ class PagedLayer(ABC):
         """KV heads for which a kernel's threadgroups are planned.
 
         Args:
-            num_heads: of queries.
             width: query tokens of the longest segment.
         """
 

@@ -91,7 +91,6 @@ class PageTable:
 
     @property
     def all_pages(self) -> list[int]:
-        """Every page held, in order."""
         return (self._numbers[: self.num_kept] + self._numbers[self.first :]).tolist()
 
     @property
@@ -117,7 +116,6 @@ class PageTable:
         self.rewritten = self.num_changes
 
     def append(self, pages: list[int]) -> None:
-        """Take pages for the positions that follow."""
         self._numbers.extend(pages)
         self.num_changes += 1
 
@@ -221,7 +219,6 @@ class PageAllocator:
 
         Args:
             tables: each lacks one page at most.
-            num_tokens: of each.
 
         Returns:
             False: there are not enough free pages for all; then nothing is taken.
@@ -234,7 +231,6 @@ class PageAllocator:
         return True
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give pages back."""
         for page in pages:
             assert not self._free[page], "released twice"
             self._free[page] = 1
@@ -441,7 +437,6 @@ class StateGroup:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more snapshot may be taken."""
         return self.num_held < self.max_snapshots
 
     def last_resumable(self, num_tokens: int, held: Held, page_size: int) -> int:
@@ -452,7 +447,6 @@ class StateGroup:
         return 0
 
     def allocate(self) -> int:
-        """The number of a new snapshot."""
         assert self.has_room
         self.num_held += 1
         self._num_taken += 1
@@ -464,7 +458,6 @@ class StateGroup:
         self._dropped.append(snapshot)
 
     def take_dropped(self) -> list[int]:
-        """Snapshots that were given up since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 

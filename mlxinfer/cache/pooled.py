@@ -56,8 +56,6 @@ class BlocksLayer(IndexLayer):
     choose other tokens.
 
     Args:
-        spec: of the layer.
-        dtype: of activations.
         widths: see `PooledFormat`.
     """
 
@@ -240,7 +238,6 @@ class PooledChoice(ChosenTokens):
     """The blocks of the best keys. They are ranked once for all layers that share the choice.
 
     Args:
-        layer: the index.
         queries, weights: see `PooledLayer.choose`.
     """
 

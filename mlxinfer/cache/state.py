@@ -88,7 +88,6 @@ class StatePart:
     def advance(
         self, advance: Advance, inputs: Arrays, layer: int, spec: StateSpec
     ) -> tuple[mx.array, Arrays]:
-        """Outputs of a layer, and its states after the tokens that count."""
         return advance(
             inputs, lambda: (self.read(layer, spec), self.lengths), lambda: self.place(layer, spec)
         )
@@ -127,7 +126,10 @@ class StatePart:
             arrays.append(_gather(rest, layer, spec))
         if not arrays:
             arrays = [_rows(None, [0], layer, spec)]
-        return [filled([some[state] for some in arrays]) for state in range(len(spec.shapes))]
+        return [
+            filled([block_arrays[state] for block_arrays in arrays])
+            for state in range(len(spec.shapes))
+        ]
 
     def read(self, layer: int, spec: StateSpec) -> Arrays:
         """The states of one layer, (B, ...) each; zeros where a sequence begins."""
@@ -138,7 +140,6 @@ class StateLayer:
     """One recurrent layer's cache.
 
     Args:
-        spec: what the layer keeps of a sequence.
         formats: of keys and values elsewhere in the model.
 
     Attributes:
@@ -221,7 +222,6 @@ class RecurrentGroup(StateGroup):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all states and snapshots."""
         self._states: dict[int, tuple[StateBlock, int]] = {}  # slot -> where its state lies
         self._snapshots: dict[int, StateBlock] = {}
         self._undoable: deque[list[StatePart]] = deque()  # of steps with proposals, oldest first
@@ -237,7 +237,6 @@ class RecurrentGroup(StateGroup):
     # -- a step ---------------------------------------------------------------------------------
 
     def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
-        """Let each layer see a step, until the next one begins."""
         groups = [*metadata.short, *metadata.long]
         self._keep_apart({slot for group in groups for slot in group.slots.tolist()})
         plan = [self._part(group) for group in groups]
@@ -252,7 +251,6 @@ class RecurrentGroup(StateGroup):
             layer.begin_step(plan, number)
 
     def step_outputs(self) -> Arrays:
-        """The new states of the last step, to be evaluated with it."""
         return [array for block in self._outputs for array in block.arrays()]
 
     def _part(self, group: Segments) -> StatePart:
@@ -313,12 +311,10 @@ class RecurrentGroup(StateGroup):
     # -- between steps --------------------------------------------------------------------------
 
     def before_step(self, work: CacheWork) -> None:
-        """Take the snapshots that are due."""
         for slot, snapshot in work.save:
             self._save(slot, snapshot)
 
     def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
-        """Let sequences leave, and others go on from snapshots."""
         for slot in work.leave:  # the next sequences there begin with zeros
             self._states.pop(slot, None)
         for snapshot, slot in work.resume:
@@ -346,7 +342,6 @@ class RecurrentGroup(StateGroup):
         self._states[slot] = state
 
     def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
-        """Snapshots as bytes: each array of each layer in order."""
         payloads = []
         for snapshot in snapshots:
             arrays = self._snapshots[snapshot].arrays()
@@ -372,7 +367,6 @@ class RecurrentGroup(StateGroup):
 
 
 def state_bytes(spec: StateSpec) -> int:
-    """Bytes that one sequence takes in one layer."""
     return sum(prod(shape) * _dtype(dtype).size for shape, dtype in spec.shapes)
 
 
@@ -462,13 +456,11 @@ class OwnCaches(StateGroup):
 
     @staticmethod
     def make_group(layers: Sequence[Any], snapshot_bytes: int) -> "OwnCaches":
-        """The one layer there is, which has no snapshots."""
         layer: OwnCaches
         (layer,) = layers
         return layer
 
     def reset(self) -> None:
-        """Forget the caches of all sequences."""
         self.caches: dict[int, Any] = {}
         self.parts: list[tuple[slice, int]] = []
 
@@ -477,7 +469,6 @@ class OwnCaches(StateGroup):
         return sum(cache.num_bytes for cache in self.caches.values())
 
     def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
-        """Let the model see a step."""
         places = [  # first row, tokens, slot
             place
             for part in (*metadata.short, *metadata.long)
@@ -488,7 +479,6 @@ class OwnCaches(StateGroup):
         self.parts = [(slice(row, row + count), slot) for row, count, slot in sorted(places)]
 
     def step_outputs(self) -> list[mx.array]:
-        """Arrays to be evaluated with the last step."""
         caches = [self.caches[slot] for _, slot in self.parts if slot in self.caches]
         return [array for cache in caches for array in cache.unread()]
 
@@ -505,7 +495,6 @@ class OwnCaches(StateGroup):
             self.caches.pop(slot, None)
 
     def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
-        """Snapshots as bytes: there are none."""
         return []
 
     def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:

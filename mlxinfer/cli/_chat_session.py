@@ -408,7 +408,6 @@ def _figures(stats: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _memory(stats: dict[str, Any]) -> str:
-    """The KV cache, used of its limit, and what MLX holds altogether."""
     limit = sum(group["pages"] * group["page_bytes"] for group in stats.get("groups", ()))
     used = stats.get("kv_bytes_held", 0) + stats.get("kv_bytes_cached", 0)
     held = human_bytes(stats.get("active_memory_bytes", 0))

@@ -155,7 +155,6 @@ def requested_models(
 
     Args:
         given: `MODEL`, `NAME=MODEL`, or the name of a table in the config file.
-        config: the config file.
         by_default: `given` is a default; the config file's models replace it, if there are any.
     """
     given = () if by_default and config.models else given
@@ -181,7 +180,6 @@ def entry_of(
     """Return a model's entry for the registry. Downloads the model if it is not on this disk.
 
     Args:
-        requested: the model.
         server: options of the command line that hold for all models, by Python name.
         ttl_s: for models without one of their own.
     """

@@ -170,7 +170,6 @@ def _write_header(listing: Listing, file: RemoteFile, folder: Path) -> None:
 
 
 def _write_text(plan: hub.DownloadPlan, name: str, folder: Path, limit: int) -> None:
-    """Write the beginning of a file of a repository, if it has one of this name."""
     if any(file.path == name for file in plan.files):
         (folder / name).write_bytes(read_beginning(plan.listing, name, limit))
 

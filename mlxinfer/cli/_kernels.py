@@ -143,7 +143,6 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
 
 
 def _row(variant: str, verdict: Verdict) -> KernelRow:
-    """A verdict as people and programs are shown it."""
     ways = {load: tuple(seconds) for load, seconds in verdict.loads.seconds.items()}
     in_mlx = {load: tuple(way for way in of if not is_kernel(way)) for load, of in ways.items()}
     return KernelRow(

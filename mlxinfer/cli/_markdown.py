@@ -175,8 +175,6 @@ def _is_blank(line: "list[Segment]") -> bool:
 
 
 class _Lines:
-    """Lines that are rendered already."""
-
     def __init__(self, lines: "list[list[Segment]]") -> None:
         self._lines = lines
 

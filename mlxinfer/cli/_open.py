@@ -26,9 +26,6 @@ def open_llm(
 
     Args:
         name: of a model, a folder, or the address of a server.
-        adapter: its folder.
-        local: ask no server.
-        arguments: options of the engine.
 
     Raises:
         InvalidRequestError: an adapter for the model of a server's address.

@@ -114,8 +114,6 @@ def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
 
     Args:
         path: a name that ends with .json.
-        checks: the part about the machine.
-        model: measured instead of random weights.
 
     Returns:
         The report. `ok` says whether nothing failed.
@@ -404,7 +402,6 @@ def _facts(llm: LLM) -> Data:
 def _cell(
     llm: LLM, summary: Summary, context: int, batch: int, tokens: int, deadline_s: float
 ) -> Data:
-    """One measurement, its counters and its limits."""
     size = {"context": context, "batch": batch}
     if time.monotonic() > deadline_s:
         return size | {"left_out": "the time was up"}

@@ -20,9 +20,6 @@ class WaitingLine:
     """What an answer waits for: its turn, then its prompt with a percentage and the time left.
 
     Nothing is written before PATIENCE_S, nor where the console is no terminal.
-
-    Args:
-        console: of stderr.
     """
 
     def __init__(self, console: "Console") -> None:

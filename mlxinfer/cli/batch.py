@@ -212,7 +212,6 @@ class AnswerFiles:
 
     Attributes:
         done: the ids of the requests that have an answer, or failed in this run.
-        num_failed: how many failed.
 
     Raises:
         InvalidRequestError: both are one file, or `open_lines` refuses one.

@@ -145,9 +145,6 @@ def converse(
     """Read, run and show turns until the user leaves. An error ends only its turn.
 
     Args:
-        session: the conversation.
-        read: returns what was typed.
-        console: for answers.
         thoughts: whether they are shown.
 
     Returns:

@@ -72,7 +72,6 @@ def _as_dict(model: hub.LocalModel) -> dict[str, object]:
 
 
 def _short(name: str) -> str:
-    """A path as a shell reads it, one below the home folder from there."""
     home = f"{Path.home()}/"
     quoted = shlex.quote(name.removeprefix(home))
     return f"~/{quoted}" if name.startswith(home) else quoted

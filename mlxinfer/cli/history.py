@@ -126,10 +126,12 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
     with closing(open_history()) as history:
         conversations = every(history) if everything else [find(history, id) for id in ids]
-        one = len(conversations) == 1
-        what = escaped(conversations[0].title) if one else f"{len(conversations)} conversations"
+        is_single = len(conversations) == 1
+        what = (
+            escaped(conversations[0].title) if is_single else f"{len(conversations)} conversations"
+        )
         confirm(f"Delete {what}?", yes)
-        for conversation in {one.id: one for one in conversations}.values():
+        for conversation in {is_single.id: is_single for is_single in conversations}.values():
             history.delete(owner(history), conversation.id)
             note(f"deleted {escaped(conversation.title)}")
 
@@ -238,7 +240,6 @@ class ChatLog:
 
     Args:
         history: where.
-        owner: of the conversation.
         conversation: to go on with; None: a new one, made with its first message.
         keep: False: nothing is stored.
 

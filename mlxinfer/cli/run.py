@@ -250,7 +250,6 @@ def explain_end(result: Result, *, limited: bool) -> None:
     """Say on stderr that an answer is not whole: in a pipe nothing else shows it.
 
     Args:
-        result: of the answer.
         limited: it was to have no more than --max-tokens; then only an empty one is explained.
     """
     empty = not result.text.strip()

@@ -184,7 +184,6 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
 
 
 def _memory(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The KV cache of a token, and all memory at some contexts."""
     alone, rows = facts["alone_because"], []
     if per_token := facts["kv_bytes_per_token"]:
         formats = KV_BITS[:1] if alone else KV_BITS
@@ -247,7 +246,6 @@ def _pooling(pooling: "PoolingConfig | None") -> dict[str, Any] | None:
 
 
 def _gives(facts: dict[str, Any]) -> str:
-    """Describe the output of a model that generates no text."""
     if facts["task"] == "score":
         return "scores of pairs of texts: /v1/rerank, /v1/score, LLM(...).rerank"
     prompts = facts["pooling"]["prompts"]

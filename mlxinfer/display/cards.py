@@ -37,10 +37,8 @@ def answer_card(
     """An answer: its reasoning folded away, its Markdown, its tool calls, counts and rate.
 
     Args:
-        text: Markdown.
         reasoning: Markdown; in sight as long as there is no text.
         calls: (tool, arguments).
-        foot: what the answer took.
         running: more of it follows.
         thumbnails: data: URLs of small pictures, which stand above it.
     """

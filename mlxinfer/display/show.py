@@ -20,7 +20,6 @@ def show(deltas: "Iterator[Delta]", thumbnails: Sequence[str] = ()) -> "Result |
     """Show an answer as it comes and return its Result; None: the stream ended without one.
 
     Args:
-        deltas: of the answer.
         thumbnails: of the question's pictures; a notebook shows them above the answer.
     """
     return _show_card(deltas, thumbnails) if in_notebook() else _write(deltas)
@@ -95,8 +94,6 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """An answer that has not ended."""
-
     text: str = ""
     reasoning: str = ""
 

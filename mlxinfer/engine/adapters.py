@@ -29,10 +29,8 @@ class AdapterTable:
     """Adapters by name. Requests may name those that are completely loaded.
 
     Args:
-        model: that they change.
         reserve: makes room for so many bytes of all adapters together; False: there is none.
         renamed: called when requests may name others.
-        others: what other ranks load of each.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class AdapterTable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices of all adapters, with those being unloaded."""
         return sum(adapter.num_bytes for adapter in self._in_use.values())
 
     def of(self, name: str) -> LoadedAdapter:
@@ -112,7 +109,6 @@ class AdapterTable:
         self._in_use[loaded.number] = loaded
 
     def _load_pieces(self, loaded: LoadedAdapter, placements: list[Placement]) -> Generator[float]:
-        """Load the matrices, on all ranks at the same time."""
         number, adapter = loaded.number, loaded.adapter
         pieces = self._loaded.load(number, adapter, placements)
         ended = False
@@ -136,7 +132,6 @@ class AdapterTable:
         yield from ()  # in one piece
 
     def free_unused(self, unfinished: Iterable[Sequence]) -> None:
-        """Give back the memory of unloaded adapters that no unfinished sequence uses."""
         used = {sequence.adapter for sequence in unfinished}
         leaving = [adapter for adapter in self._in_use.values() if adapter.leaving]
         for adapter in leaving:
@@ -145,7 +140,6 @@ class AdapterTable:
         self.are_leaving = any(adapter.leaving for adapter in self._in_use.values())
 
     def close(self) -> None:
-        """Take all adapters off the model."""
         for adapter in list(self._in_use.values()):
             self._loaded.remove(adapter.number)
         self._in_use, self._by_name = {}, {}
@@ -154,7 +148,6 @@ class AdapterTable:
         )  # a load that ends later is none of the model that they have then
 
     def stats(self) -> list[dict[str, object]]:
-        """Each adapter, as plain values."""
         return [
             {
                 "name": adapter.name,

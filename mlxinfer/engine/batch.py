@@ -132,7 +132,6 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """One past the position of the last token."""
         return self.start + self.num_tokens
 
     @property
@@ -161,10 +160,10 @@ def step_metadata(
         verified: tails of segments that end with proposals.
     """
     # Single tokens together, and the few wider segments together: padding stays small.
-    ones = [segment for segment in short if segment.num_tokens == 1]
+    single_tokens = [segment for segment in short if segment.num_tokens == 1]
     wide = [segment for segment in short if segment.num_tokens > 1]
-    together = [attend_together(segments) for segments in (ones, wide) if segments]
-    if single is not None and ones:
+    together = [attend_together(segments) for segments in (single_tokens, wide) if segments]
+    if single is not None and single_tokens:
         together[0] = single.joined(together[0])
     elif single is not None:
         together.insert(0, single)
@@ -175,7 +174,6 @@ def step_metadata(
 
 
 def attend_together(segments: Seq[Segment]) -> Segments:
-    """The same segments as arrays."""
     return Segments(
         [segment.tables for segment in segments],
         ints([segment.row for segment in segments]),
@@ -204,7 +202,6 @@ class DecodeBatch:
 
     @staticmethod
     def of(sequences: list[Sequence]) -> "DecodeBatch":
-        """Read the positions of sequences before a step."""
         slots = [s.slot for s in sequences]
         segments = Segments(
             [s.tables for s in sequences],
@@ -222,7 +219,6 @@ class DecodeBatch:
         return DecodeBatch(sequences, tuple(slots), segments, output_index, *rest)
 
     def advance(self) -> "DecodeBatch":
-        """The same sequences, each at its next position."""
         return DecodeBatch(
             self.sequences,
             self.slots,
@@ -305,7 +301,6 @@ def _proposals(num_decodes: int, samples: list[tuple[Segment, int]], most: int) 
     Args:
         num_decodes: rows of single tokens, which come first.
         samples: of the other rows, the segment and how many proposals come before the row.
-        most: proposals of a segment.
     """
     counts = [0] * num_decodes + [i for _, i in samples]
     drawn: list[tuple[int, Any] | None] = [None] * num_decodes
@@ -381,12 +376,10 @@ class Batch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences of the step, in flat order."""
         return self.decodes.sequences + [segment.sequence for segment in self.ragged]
 
     @property
     def segments(self) -> StepMetadata:
-        """The tokens of the step as the KV cache sees them."""
         single, turns = self.decodes.segments, self.decodes.rope_delta is not None
         if not self.ragged and not turns:  # most steps
             return StepMetadata([single], [], single.starts)

@@ -452,7 +452,6 @@ class Engine:
                 self._drop(event.request_id, error)
 
     def _drop(self, request_id: str, error: BaseException) -> None:
-        """End a request after its listener failed to take an event."""
         log.error("the listener of request %s failed, the request ends", request_id, exc_info=error)
         if request_id in self._listeners:
             self._listeners[request_id] = _ignore

@@ -21,7 +21,6 @@ def token_events(
         sampling: the R rows.
         token_ids: (R,)
         result: which of them ended answers, or are discarded.
-        logprobs: by row.
     """
     ends: dict[int, FinishReason | BaseException] = {**result.finished, **result.failed}
     sequences = sampling.sequences
@@ -44,7 +43,6 @@ def token_events(
 
 
 def progress_events(batch: Batch) -> list[TokenEvent]:
-    """How far prompts are, for requests that asked for it."""
     events, now_s = [], time.monotonic()
     for segment in batch.ragged:
         sequence = segment.sequence
@@ -83,7 +81,6 @@ def last_events(
 
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
-    """The last event of a request that failed. The error of its step becomes the message."""
     if not isinstance(error, RequestFailedError | EngineClosedError):
         cause, error = (
             error,

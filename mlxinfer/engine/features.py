@@ -41,7 +41,6 @@ class KeptFeatures:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the arrays take."""
         return sum([array.nbytes for array in self.arrays])
 
 
@@ -59,7 +58,6 @@ class PictureFeatures(FeatureSource):
 
     Args:
         tower: of the model; None: it does not see, and no request has a picture.
-        dtype: of the kept features.
         max_bytes: that all kept features may take.
         slice_s: seconds of a slice; None: one piece of the tower's pass.
         counts: of earlier features of the same engine, which go on.
@@ -104,7 +102,6 @@ class PictureFeatures(FeatureSource):
         return 0 if waits else count
 
     def release(self, sequence: Sequence) -> None:
-        """Note that a sequence gives up its slot and needs no features any more."""
         for features in self._kept.values():
             features.users.discard(sequence)
         for key, (_, waiting) in list(self.wanted.items()):
@@ -134,7 +131,6 @@ class PictureFeatures(FeatureSource):
         return num_bytes + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
 
     def _unwant(self, key: Key) -> None:
-        """End the pass over a picture that nothing waits for any more."""
         del self.wanted[key]
         if key in self._passes:
             self._passes.pop(key).close()
@@ -200,14 +196,12 @@ class PictureFeatures(FeatureSource):
         return {waiting[0].request.tenant for _, waiting in self.wanted.values()}
 
     def _next(self) -> tuple[Key, tuple[Picture, list[Sequence]]]:
-        """The picture that was wanted first, of the tenant whose turn it is."""
         tenants = self.tenants
         self._shares.advance(tenants)
         tenant = min(tenants, key=self._shares.used)
         return next(item for item in self.wanted.items() if item[1][1][0].request.tenant == tenant)
 
     def _see_piece(self, key: Key, picture: Picture) -> None:
-        """Compute the next piece for a picture, and keep what is whole."""
         if key not in self._passes:
             self._passes[key] = self._run(picture)
         features = _next_piece(self._passes[key])
@@ -215,7 +209,6 @@ class PictureFeatures(FeatureSource):
             self._keep(key, features)
 
     def _run(self, picture: Picture) -> Generator[mx.array, None, list[Features]]:
-        """The tower over all tiles of a picture, one after the other."""
         assert self._tower is not None
         tiles = []
         for tile in picture.tiles:
@@ -269,7 +262,6 @@ class PictureFeatures(FeatureSource):
         return sum([features.num_bytes for features in self._kept.values()])
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of the tower's work and of the kept features."""
         return {
             "seen": self.counts.seen,
             "failed": self.counts.failed,

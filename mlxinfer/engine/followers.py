@@ -88,12 +88,7 @@ class FollowerAdapters:
 
 
 class Followers:
-    """The other ranks, which run every step that is sent to them. This base has none.
-
-    Attributes:
-        disks: their disk tiers.
-        adapters: their parts of adapters.
-    """
+    """The other ranks, which run every step that is sent to them. This base has none."""
 
     disks = FollowerDisks()
     adapters = FollowerAdapters()
@@ -153,7 +148,6 @@ class Followers:
         """End the other ranks: the model is not used any more."""
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {}
 
 

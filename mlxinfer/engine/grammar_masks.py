@@ -99,7 +99,6 @@ def _allow_ends(request: Request, state: Grammar, mask: Masks, num_answered: int
     """Allow the end tokens where the answer may end; returns why no token is left, if none is.
 
     Args:
-        request: of the row.
         state: of its grammar after `num_answered` tokens.
         mask: (ceil(V / 32),) what the grammar allows.
         num_answered: tokens of the answer before this one.
@@ -122,7 +121,7 @@ def _allow(mask: Masks, token_ids: frozenset[int]) -> None:
 
 
 def _any_but(mask: Masks, token_ids: frozenset[int]) -> bool:
-    rest = mask.copy()
+    remaining = mask.copy()
     for token_id in token_ids:
-        rest[token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
-    return bool(rest.any())
+        remaining[token_id // WORD_BITS] &= ~np.uint32(1 << token_id % WORD_BITS)
+    return bool(remaining.any())

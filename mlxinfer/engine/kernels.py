@@ -42,7 +42,6 @@ def choose_on_this_machine() -> Chooser:
 
 
 def choose_none(variants: Sequence[Variant]) -> Chosen:
-    """Plain MLX for everything."""
     return {}
 
 
@@ -78,7 +77,6 @@ class Kernels:
         self._install()
 
     def prepare_next(self) -> None:
-        """Check and compile the variant that was asked for first, if there is one."""
         for variant in self.asked:
             del self.asked[variant]
             return self._prepare([variant])
@@ -94,7 +92,6 @@ class Kernels:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds that steps may use now."""
         ready = {variant.kind for variant, loads in self._loads.items() if loads.some}
         return frozenset(ready) - self._left_out - self._faulty
 
@@ -104,7 +101,6 @@ class Kernels:
         self._install()
 
     def condemn(self, kind: str) -> None:
-        """Do without a kind from now on, on this machine: it gave NaN in use."""
         self._faulty |= {kind}
         variants = [v for v, loads in self._loads.items() if v.kind == kind and loads.some]
         condemn(variants, gpu=this_gpu(), folder=default_kernel_folder())
@@ -130,7 +126,6 @@ class Kernels:
             self._loads |= self._chooser(new)
 
     def _ready_for(self, use: KernelUse) -> ReadyFor:
-        """A function that says for which loads the kernels of a place may be used now."""
         admitted: set[tuple[int, int]] = set()  # a variant that is ready stays ready
 
         def ready(rows: int, sequences: int = ALL_LOADS) -> bool:
@@ -145,7 +140,6 @@ class Kernels:
         return ready
 
     def _fastest_for(self, use: KernelUse) -> Fastest:
-        """A function that says in which way the work of a place's kernel is done now."""
         chosen: dict[tuple[int, int, tuple[str, ...]], str] = {}
 
         def fastest(rows: int, load: int, ways: tuple[str, ...]) -> str:

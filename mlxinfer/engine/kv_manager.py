@@ -70,8 +70,6 @@ class KVManager:
         A partial page that it shares is copied before the next step.
 
         Args:
-            sequence: waits.
-            slot: that it is to run in.
             spare: pages of each group to leave free.
 
         Returns:
@@ -140,7 +138,6 @@ class KVManager:
         )
 
     def _end_at(self, point: RestorePoint, number: int, group: int) -> ReuseEnd:
-        """Why a group lacks a page of a prompt."""
         is_in_memory = number < len(point.path) and point.path[number] is not None
         if is_in_memory and group == len(self.groups):
             return ReuseEnd.NO_SNAPSHOT
@@ -152,7 +149,6 @@ class KVManager:
         return ReuseEnd.WINDOW if only_windows else ReuseEnd.EVICTED
 
     def names_of(self, sequence: Sequence) -> PageNames:
-        """The names of a sequence's pages, as far as its tokens are known."""
         root, names = self.prefix.root_of(sequence.namespace), sequence.names
         if names is None or names.root != root:
             names = sequence.names = self.prefix.names(sequence.namespace, sequence.key_ids)
@@ -246,7 +242,6 @@ class KVManager:
         """Take the pages that `num_tokens` positions need, evicting what is unused.
 
         Args:
-            sequence: runs.
             num_tokens: positions.
             everything: also what other tenants left within their shares.
 
@@ -313,7 +308,6 @@ class KVManager:
         return replaced
 
     def trim(self, sequence: Sequence) -> None:
-        """Recycle pages that no later token can see."""
         for g, group in self._recycling:
             dropped = group.commit(sequence.tables[g], sequence.num_computed)
             if dropped:
@@ -369,7 +363,6 @@ class KVManager:
         return self._prompts[place]
 
     def load(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
-        """Bring the pages that the disk has of a prompt into memory, as far as there is room."""
         assert self._store is not None
         self._remember(place, prompt)
         namespace, ids = prompt

@@ -90,14 +90,12 @@ class Loop(EngineParts):
             self._peers.begin(self.scheduler.kv_manager, sequence, self.post)
 
     def abort(self, request_id: str) -> None:
-        """End a request if it has not ended."""
         sequence = self.scheduler.queues.find(request_id)
         if sequence is not None:
             self.scheduler.queues.finish(sequence)
             self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
 
     def abort_all(self) -> None:
-        """End every request."""
         for sequence in self.scheduler.queues.unfinished():
             self.abort(sequence.request.id)
 
@@ -189,7 +187,6 @@ class Loop(EngineParts):
         return True
 
     def _account(self, step: Launched) -> None:
-        """Note how long a step took, and store the pages that were read out before it."""
         ended_s = min(step.ended_s, time.monotonic())
         seconds = ended_s - max(step.began_s, self._ended_s)  # steps run one after the other
         self._ended_s = ended_s
@@ -203,7 +200,6 @@ class Loop(EngineParts):
             )
 
     def _free_after_prompts(self) -> None:
-        """Give back what MLX keeps of the steps of prompts, once no prompt is left."""
         queues = self.scheduler.queues
         if queues.waiting or any(s.num_computed < s.num_prompt for s in queues.running):
             return
@@ -242,7 +238,6 @@ class Loop(EngineParts):
         self._start_over()
 
     def _start_over(self) -> None:
-        """Let all requests begin again on fresh arrays, with the tokens that they have."""
         queues = self.scheduler.queues
         self._in_flight.clear()
         for sequence in reversed(list(queues.running)):

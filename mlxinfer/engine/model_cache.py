@@ -37,7 +37,6 @@ def attention_kernels(model: LanguageModel, layers: Seq[LayerCache]) -> list[Ker
 
 
 def _paged(model: LanguageModel, layers: Seq[LayerCache]) -> list[tuple[PagedLayer, Any]]:
-    """Layers with pages that this rank has, each with its mixer."""
     absent = absent_layers(model)
     here = [i for i, layer in enumerate(layers) if layer.is_paged and i not in absent]
     mixers = model.mixers
@@ -71,9 +70,6 @@ def disk_identity(
     """Pages of disk and peers are shared only between equal weights, versions and KV formats.
 
     Args:
-        identity: of the weights.
-        model: computes what is stored.
-        cache: what is stored.
         kernels: the identity of the kernels that compute what is stored.
         form: what part of a model spread over ranks this is; empty: it is not spread.
     """
@@ -87,7 +83,6 @@ def disk_identity(
 
 
 def cache_stats(cache: KVCache, prefix: PrefixCache) -> dict[str, Any]:
-    """Bytes of the KV cache, by layer group, and of MLX."""
     groups = _group_stats(cache, prefix)
     return {
         "page_size": cache.page_size,
@@ -120,7 +115,6 @@ def _group_stats(cache: KVCache, prefix: PrefixCache) -> list[dict[str, Any]]:
 
 
 def _state_stats(group: StateGroup | None) -> dict[str, int]:
-    """Snapshots of the states of recurrent layers, where a model has such layers."""
     if group is None:
         return {}
     return {

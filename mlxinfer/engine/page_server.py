@@ -58,7 +58,6 @@ def _root_of(loop: "Loop") -> bytes | None:
 
 
 def _held(loop: "Loop", keys: Seq[bytes]) -> tuple[DiskTier | None, set[bytes]]:
-    """The disk, and the keys whose pages are in memory."""
     assert loop.store is not None, "a key is of a namespace"
     pages = loop.store.in_memory(loop.scheduler.kv_manager.prefix, keys)
     return loop.store.disk, {page.entry.key for page in pages}

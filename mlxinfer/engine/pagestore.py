@@ -57,11 +57,7 @@ class Tier(Protocol):
 
 
 class ReceivedPages:
-    """A tier of pages that peers sent. Each stays until it is loaded once; the oldest make room.
-
-    Args:
-        max_bytes: of the payloads.
-    """
+    """A tier of pages that peers sent. Each stays until it is loaded once; the oldest make room."""
 
     name = "peer"
 
@@ -72,16 +68,13 @@ class ReceivedPages:
         self._lock = threading.Lock()
 
     def has(self, key: bytes) -> bool:
-        """Whether an entry waits."""
         return key in self._entries
 
     def load(self, keys: Seq[bytes]) -> list[Entry]:
-        """Take the entries of the keys that exist."""
         with self._lock:
             return [entry for entry in map(self._take, keys) if entry is not None]
 
     def store(self, entry: Entry) -> bool:
-        """Keep an entry until it is loaded."""
         with self._lock:
             self._take(entry.key)
             self._entries[entry.key] = entry
@@ -91,7 +84,6 @@ class ReceivedPages:
             return entry.key in self._entries
 
     def remove(self, key: bytes) -> None:
-        """Drop the entry of a key."""
         with self._lock:
             self._take(key)
 
@@ -127,7 +119,6 @@ class PageStore:
         states: of recurrent layers: their snapshots are entries, too; None: there are none.
         max_bytes: that the disk may hold; 0: there is no disk.
         max_received_bytes: pages from peers that may wait for their prompts.
-        others: disks of other ranks.
         clock: seconds that only grow.
 
     Attributes:
@@ -200,7 +191,6 @@ class PageStore:
         return spills, loads
 
     def forget(self) -> None:
-        """Drop all transfers: the pages in memory are lost."""
         self._spills, self._loads = [], {}
 
     def affordable(self, spills: Seq[PageTransfer]) -> list[PageTransfer]:
@@ -254,7 +244,6 @@ class PageStore:
         return [transfer for page, group in known for transfer in self.transfers(page, [group])]
 
     def put(self, spilled: Iterable[Entry]) -> None:
-        """Queue entries to be written."""
         if self.disk is not None:
             for entry in spilled:
                 self.disk.store(entry)
@@ -326,7 +315,6 @@ class PageStore:
         return all(count <= allocator.num_free for count, allocator in groups)
 
     def _insert(self, prefix: PrefixCache, names: PageNames, loaded: dict[Place, Entry]) -> Users:
-        """Name pages, and note which entries will fill them."""
         users: Users = {group: [] for group in prefix.attention}
         for group, allocator in enumerate(prefix.allocators):
             numbers = [number for number, g in loaded if g == group]
@@ -393,7 +381,6 @@ class PageStore:
         return not lacking
 
     def pays(self, num_tokens: int, reading_s: float | None) -> bool:
-        """Whether reading is expected to be quicker than computing."""
         computing_s = self.computing_s(num_tokens)
         if computing_s is None or reading_s is None or reading_s <= computing_s:
             return True
@@ -441,7 +428,6 @@ class PageStore:
         return longest // size
 
     def erase(self, names: PageNames) -> None:
-        """Remove the entries of a prompt, except those that saved sessions keep."""
         for number in range(len(names.token_ids) // self.page_size):
             for group in range(len(self.page_bytes)):
                 for tier in self.tiers:
@@ -467,11 +453,9 @@ class PageSearch:
     offered: Collection[bytes] = ()  # keys that count as there, too, because peers have them
 
     def key(self, number: int, group: int) -> bytes:
-        """The key of a page's entry."""
         return key_of(self.point.names, number, group)
 
     def has(self, number: int, group: int) -> bool:
-        """Whether a page is in memory, in a tier below, or at a peer."""
         if self.point.holds(number, group):
             return True
         place = number, group

@@ -35,8 +35,6 @@ class EngineParts:
     """The parts that a `Loop` moves. All methods are called from one thread, which owns MLX.
 
     Args:
-        model: evaluated and ready.
-        config: sizes.
         emit: called with the events of requests, in order; the last event of each request has a
             finish_reason.
         kernels: says which Metal kernels may be used.
@@ -90,7 +88,6 @@ class EngineParts:
         self.assemble()
 
     def assemble(self) -> None:
-        """A fresh cache, scheduler and runner around the model."""
         config = self.config
         self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
         self.cache = make_cache(self.model, config, self._layers)

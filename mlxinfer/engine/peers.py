@@ -95,7 +95,6 @@ class Peer:
 
     @property
     def is_asked(self) -> bool:
-        """Whether it is not left out after a failure."""
         return time.monotonic() >= self._out_until_s
 
     async def held(self, namespace: bytes, keys: Seq[bytes], wait: Wait) -> set[bytes]:
@@ -132,7 +131,6 @@ class Peer:
     async def compute(
         self, namespace: bytes, token_ids: Seq[int], salt: str | None, wait: Wait
     ) -> None:
-        """Let the peer compute a prompt, by a request for one token."""
         began_s, times = time.monotonic(), 1
         body = {"namespace": namespace.hex(), "token_ids": token_ids, "cache_salt": salt}
         try:
@@ -170,7 +168,6 @@ class Peer:
             raise PeerError(f"{self.url}: {error}") from error
 
     async def _turn(self) -> None:
-        """Wait until another request may go."""
         now_s = time.monotonic()
         self._next_s = max(self._next_s, now_s) + 1 / REQUESTS_PER_S
         await asyncio.sleep(self._next_s - 1 / REQUESTS_PER_S - now_s)
@@ -283,12 +280,10 @@ class PeerFetches:
         sequence.fetch.add_done_callback(lambda _: post(partial(_end_wait, sequence)))
 
     def stats(self) -> dict[str, int]:
-        """Pages and bytes that came, and failures, of all peers together."""
         peers = self._peers.values()
         return {name: sum(peer.counts[name] for peer in peers) for name in NOTHING_CAME}
 
     def close(self) -> None:
-        """Ask for nothing more."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(CLOSE_S)
 
@@ -321,7 +316,6 @@ class PeerFetches:
         await self._take_rest(fetch)
 
     async def _compute_at(self, peer: Peer, fetch: Fetch) -> None:
-        """Let a peer compute the prompt, and take pages as it seals them."""
         search = fetch.search
         work = peer.compute(fetch.root, search.point.names.token_ids, fetch.salt, fetch.wait)
         computing, ended = asyncio.create_task(work), False
@@ -364,7 +358,6 @@ class PeerFetches:
         return store.pays(num_tokens, max(peer_s, link_s))
 
     async def _take_rest(self, fetch: Fetch) -> None:
-        """Take what lengthens the prompt's prefix, if that is expected to pay."""
         search = fetch.search
         num_pages = search.reachable()
         num_new, places = num_pages - search.point.num_pages, search.wanted(num_pages)
@@ -381,7 +374,6 @@ class PeerFetches:
             await self._take(fetch, places)
 
     def _by_peer(self, fetch: Fetch, places: Seq[Place]) -> dict[Peer, list[Place]]:
-        """The places that each peer is to send: those that only peers have."""
         places_by_peer: dict[Peer, list[Place]] = {}
         for place in places:
             peer = fetch.offers.get(fetch.search.key(*place))
@@ -396,7 +388,6 @@ class PeerFetches:
         )
 
     async def _take_from(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
-        """Take pages from one peer by several requests, the first pages first."""
         most = pages_at_once(self._store)
         batches = [places[i : i + most] for i in range(0, len(places), most)]
         began_s, before = time.monotonic(), peer.counts["bytes"]
@@ -420,5 +411,4 @@ class PeerFetches:
 
 
 def _end_wait(sequence: Sequence) -> None:
-    """Let a sequence be admitted: nothing more comes for it from peers."""
     sequence.fetch = None

@@ -266,7 +266,6 @@ class PrefillSizer:
             self._slice_s = min(self._slice_s, self._max_step_s)
 
     def _rise(self) -> None:
-        """Double the limit after some steps that went well."""
         self._until_rise -= 1
         if self._until_rise <= 0 and self._limit < self.most:
             self._limit, self._until_rise = min(2 * self._limit, self.most), RISE_STEPS
@@ -301,7 +300,6 @@ class PrefillSizer:
         return min(self._size, self._limit, num_pages * self._page_size)
 
     def _next_size(self) -> int:
-        """Twice the last size while that pays, then the smallest size that is as quick."""
         size, times = self._size, self._times
         if size not in times:
             return size
@@ -309,10 +307,9 @@ class PrefillSizer:
         if pays and larger <= self.most and larger not in times:
             return larger
         quickest = min(times.values())
-        return min([some for some, seconds in times.items() if seconds <= CLOSE * quickest])
+        return min([chunk for chunk, seconds in times.items() if seconds <= CLOSE * quickest])
 
     def _time_size(self, num_tokens: int, context: int, seconds: float) -> None:
-        """Note how long each token took in a step of about the last size."""
         if context > self._context:  # reading the context costs more now: try again
             self._times.clear()
             self._context = 2 * context

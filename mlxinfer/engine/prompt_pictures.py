@@ -115,7 +115,6 @@ def feature_keys(picture: Picture) -> list[int]:
 
 
 def tokens_before_keys(ids: list[int]) -> list[int]:
-    """The key ids before the first that is no token id."""
     for count, token_id in enumerate(ids):
         if token_id >= LEAST_KEY:
             return ids[:count]
@@ -188,8 +187,6 @@ class PictureRows(NamedTuple):
     """Rows of a step that belong to a prompt with pictures, or to its answer.
 
     Attributes:
-        pictures: of the prompt.
-        rows: of the step.
         start, stop: positions of the first token, and behind the last one.
         in_prompt: whether the first token is the prompt's.
     """
@@ -207,7 +204,6 @@ def turning_positions(
     """(3, T) rope positions of a step, or (T,) where those of each token are equal.
 
     Args:
-        parts: of the step.
         positions: (T,) places of all tokens.
         decode_deltas: (B,) of the rope positions of single tokens, the first rows; None: all are 0.
 

@@ -35,7 +35,6 @@ class Proposer(Protocol):
         flight is read first, unless micro-batches take turns.
 
         Args:
-            sequences: that decode in the step.
             num_decoding: sequences that decode in all micro-batches together.
         """
 
@@ -49,7 +48,6 @@ class Proposer(Protocol):
         """Learn from a step that was read, with or without proposals."""
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of the proposals."""
         return {}
 
 

@@ -69,13 +69,8 @@ class RequestQueues:
     holds more: the youngest sequences of that tenant are preempted.
 
     Args:
-        kv_manager: what running sequences hold.
-        counters: of requests and preemptions.
         max_batch: sequences that may run at once.
         features: of pictures, which running sequences hold, too.
-
-    Attributes:
-        shares: of the work of steps.
     """
 
     def __init__(
@@ -118,12 +113,9 @@ class RequestQueues:
         """Queue a valid request.
 
         Args:
-            request: the request.
             max_output: tokens of its answer.
-            pictures: of its prompt.
             rope_variant: see `Model.rope_variant`.
             adapter: its number; 0: none.
-            adapter_id: identity of its files.
         """
         sequence = Sequence(
             request=request,
@@ -145,7 +137,6 @@ class RequestQueues:
         return self._by_id.get(request_id)
 
     def unfinished(self) -> list[Sequence]:
-        """All running and waiting sequences."""
         return list(self._by_id.values())
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -273,16 +264,13 @@ class RequestQueues:
 
     @property
     def contested(self) -> bool:
-        """Whether more than one tenant has unfinished requests."""
         return len(self._unfinished) > 1
 
     @property
     def tenants(self) -> Collection[Tenant]:
-        """The tenants with unfinished requests."""
         return self._unfinished.keys()
 
     def _would_lose(self, waiting: Iterable[Tenant], tenant: Tenant) -> bool:
-        """Whether one more slot of a tenant would be taken by another that waits."""
         held = Counter([tenant, *(s.request.tenant for s in self.running)])
         return any(self.shares.giver(held, other) == tenant for other in waiting)
 

@@ -55,12 +55,10 @@ class StepTimes:
         self._sums[0] += LATEST * PROPORTIONAL
 
     def of(self, rows: int) -> float:
-        """Seconds of a step of so many rows."""
         shared, per_row = self._line()
         return shared + per_row * rows
 
     def rows_in(self, seconds: float) -> int:
-        """How many rows fit in so many seconds, by the steeper line."""
         shared, per_row = self._line(ERRORS)
         return int(max(seconds - shared, 0.0) / per_row * (1 + 1e-9))
 
@@ -103,9 +101,7 @@ class DecodeRows:
         """The sequences of the next step, in the given order.
 
         Args:
-            decoding: all that could be in it.
             prefilling: tenants with prompts to compute.
-            tenants: that want steps.
             page_s: that a page of a prompt takes in a step.
         """
         rows: dict[Tenant, list[Sequence]] = {}
@@ -146,7 +142,6 @@ class DecodeRows:
         return limit
 
     def _in_turn(self, rows: dict[Tenant, list[Sequence]], limit: int) -> Iterable[Sequence]:
-        """So many rows, by weight: of each tenant those that have waited for longest."""
         weight = sum(tenant.weight for tenant in rows)
         num_tenants = len(rows)
         for tenant in sorted(rows, key=lambda tenant: len(rows[tenant]) / tenant.weight):
@@ -167,9 +162,6 @@ class DecodeRows:
         """What prompts may take of a step with these rows; None: it is one without prompts.
 
         Args:
-            chosen: the sequence of each row.
-            prefilling: tenants of the prompts.
-            tenants: that want steps.
             tower_s: seconds that a tower took since the step before.
         """
         beside = self._beside(chosen, prefilling, tenants)
@@ -181,13 +173,6 @@ class DecodeRows:
     def tower_s(
         self, chosen: Iterable[Sequence], seeing: Collection[Tenant], tenants: Iterable[Tenant]
     ) -> float:
-        """Seconds that a tower may take before a step with these rows.
-
-        Args:
-            chosen: sequences that decode in the step.
-            seeing: tenants of the pictures.
-            tenants: that want steps.
-        """
         beside = self._beside(chosen, seeing, tenants)
         return beside.most_s - beside.seconds
 

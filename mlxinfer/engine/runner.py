@@ -233,7 +233,6 @@ class Launched:
             self.ended_s = time.monotonic()
 
     def read(self) -> "StepOutputs":
-        """Wait for the step, and read its results."""
         outputs = StepOutputs(self.token_ids(), self.not_finite())
         if self.prompt_logits:
             outputs.prompt_logits = [(s, at, np.array(rows)) for s, at, rows in self.prompt_logits]
@@ -248,7 +247,6 @@ class Launched:
         return [] if self.sampled is None else cast(list[int], self.sampled.tokens.tolist())
 
     def not_finite(self) -> list[Sequence]:
-        """Sequences of which a row gives NaN or infinities."""
         bad: list[Sequence] = []
         for check in self.checks:
             bad += _not_finite(check, self.batch.sampling.sequences)
@@ -317,7 +315,6 @@ class Runner:
         """Start a step.
 
         Args:
-            batch: what to compute.
             previous: the step in flight: its unread tokens are inputs of this one; None: none is.
 
         Raises:

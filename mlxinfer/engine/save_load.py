@@ -44,7 +44,6 @@ class Saving:
     """Writes the prompt of a slot to the disk, in pieces for `Engine.change`.
 
     Args:
-        place: owner and slot.
         salt: of the requests whose prompts may be saved.
 
     Attributes:

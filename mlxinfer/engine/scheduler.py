@@ -45,7 +45,6 @@ class Scheduler:
         proposer: of tokens to verify; None: a step computes one token of each answer.
         counters: of an earlier scheduler; the counts go on.
         num_stages: steps that may be in flight at once, each with other rows; 1: a step has all.
-        features: of pictures.
     """
 
     def __init__(
@@ -198,7 +197,6 @@ class Scheduler:
         return chosen, len(decoding) if len(chosen) < len(decoding) else 0
 
     def _tenants_of_prompts(self) -> set[Tenant]:
-        """Tenants that have prompts to compute, or none of whose requests runs yet."""
         running = self.queues.running
         prompts = {s.request.tenant for s in running if s.num_computed < s.num_prompt}
         waiting = {s.request.tenant for s in self.queues.waiting if s.fetch is None}
@@ -229,7 +227,6 @@ class Scheduler:
                     self.queues.hold(sequence, count)
 
     def _next_prefills(self, decodes: DecodeBatch, verified: list[Segment]) -> list[Segment]:
-        """Chunks of running prompts, and of waiting ones for which there is room."""
         queues = self.queues
         all_decode = len(decodes.sequences) + len(verified) == len(queues.running)
         if all_decode and not queues.waiting:
@@ -357,7 +354,6 @@ class Scheduler:
     # -- what is known of a step ----------------------------------------------------------------
 
     def _count(self, batch: Batch) -> None:
-        """Count the step as computed, and note it for the next ones."""
         batch.count_computed(self.page_size)
         for segment in batch.ragged:
             sequence = segment.sequence
@@ -377,7 +373,6 @@ class Scheduler:
         self.counters.tokens_computed += batch.num_tokens
 
     def _note_steady(self, batch: Batch) -> None:
-        """Keep the decodes of a step while none of its sequences is in another step."""
         if batch.admitted:  # maybe again, in another slot
             self._steady = []
             return

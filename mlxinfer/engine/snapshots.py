@@ -20,7 +20,6 @@ class Snapshots:
     - where a sequence ends or is preempted.
 
     Args:
-        group: the state layers.
         prefix: gives snapshots to pages.
         names_of: the names of a sequence's pages.
         reuse: whether any are taken.
@@ -55,7 +54,6 @@ class Snapshots:
         self._boundaries[sequence] = {place - place % size for place in places}
 
     def next_boundary(self, sequence: Sequence) -> int | None:
-        """The next position at which a snapshot is to be taken."""
         if not self._reuse or sequence.request.prompt_logits:
             return None
         done = sequence.num_computed
@@ -100,7 +98,6 @@ class Snapshots:
         return taken
 
     def end(self, sequence: Sequence) -> None:
-        """Forget a sequence that gives up its slot."""
         self._leave.append(sequence.slot)
         self._resume.pop(sequence, None)
         self._boundaries.pop(sequence, None)
@@ -116,6 +113,5 @@ class Snapshots:
         return resumed
 
     def forget(self) -> None:
-        """Drop planned snapshots: all states are lost."""
         self._group.take_dropped()
         self._save, self._leave, self._resume = [], [], {}

@@ -67,7 +67,6 @@ class Suspects:
         return True
 
     def passed(self, batch: Batch) -> None:
-        """A step was finite, and its tokens are known."""
         if self._waiting:
             self._waiting = {
                 s: n for s, n in self._waiting.items() if not s.finished and len(s.token_ids) <= n
@@ -117,7 +116,6 @@ class Suspects:
 
 
 def _shape(batch: Batch) -> set[str]:
-    """The sizes of a step that decide which kernels it uses."""
     widths = [segment.num_tokens for segment in batch.short]
     parts = {
         "single tokens": bool(batch.decodes.sequences) or 1 in widths,

@@ -30,7 +30,6 @@ LOCATION = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: 
 
 
 def parser_limits(*, is_free: bool) -> "llguidance.LLParserLimits":
-    """Return llguidance's limits for a grammar."""
     items = {"step_max_items": MAX_FREE_ITEMS} if is_free else {}
     return llguidance.LLParserLimits(**LIMITS, **items)
 
@@ -69,14 +68,12 @@ class GrammarChecker:
         self._table = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self._tokens))
 
     def use_tokens(self, special: dict[str, str], vocab_size: int) -> None:
-        """Set the control tokens that grammars may name."""
         if special != self._special or vocab_size > len(self._tokens.tokens):
             self._special = special
             self._tokens = ByteTokenizer({int(i): text for i, text in special.items()}, vocab_size)
             self._make_table()
 
     def answer(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a message."""
         self.use_tokens(job["special"], job["vocab_size"])
         error = self.error_of(job["source"], is_free=job["is_free"])
         if error is None:

@@ -85,7 +85,6 @@ class CompiledGrammar:
 
     Args:
         table: of the tokens.
-        spec: a grammar that was found sound.
 
     Raises:
         InvalidRequestError: it exceeds a limit with these tokens.
@@ -119,14 +118,12 @@ class CompiledGrammar:
         return FIXED_BYTES + len(self._source) * SOURCE_FACTOR + used
 
     def start(self) -> "TokenGrammar":
-        """Return the state of a new answer."""
         with self._lock:
             if self.num_uses > MAX_USES or self._prototype.is_error():
                 self._prototype, self.num_uses = self.matcher(), 0
             return TokenGrammar(self, self._prototype.deep_copy())
 
     def matcher(self) -> "llguidance.LLMatcher":
-        """Return a matcher at the beginning, with its own lexer and its first mask computed."""
         made = llguidance.LLMatcher(self._table, self._source, log_level=0, limits=self._limits)
         if not made.is_error():
             made.compute_bitmask()
@@ -152,22 +149,18 @@ class TokenGrammar:
 
     @property
     def place(self) -> str:
-        """The request's field that the grammar came from."""
         return self._compiled.spec.place
 
     @property
     def unenforced(self) -> tuple[Unenforced, ...]:
-        """Schemas that complete answers are checked against."""
         return self._compiled.spec.unenforced
 
     @property
     def accepting(self) -> bool:
-        """Whether the answer so far is complete."""
         return bool(self._matcher.is_accepting())
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete and no token may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     @property
@@ -178,7 +171,6 @@ class TokenGrammar:
         return self._mask_time.problem
 
     def accept(self, token_id: int) -> None:
-        """Follow the next token of the answer."""
         self._taken.append(token_id)
         self._compiled.num_uses += 1
         began_s = time.thread_time()
@@ -214,7 +206,6 @@ class TokenGrammar:
         arbitrary.
 
         Args:
-            grammars: of one model.
             rows: of `masks`, one for each grammar.
             masks: (rows, words), one bit per token.
         """

@@ -52,7 +52,6 @@ class CheckProcess(KillableProcess):
         """Return if a grammar can be compiled.
 
         Args:
-            spec: the grammar.
             special: {id: text} of the control tokens that it may name.
             vocab_size: upper end of the ids that it may name.
             abandoned: says whether the caller has left.
@@ -95,7 +94,6 @@ class GrammarCompiler:
     first grammar.
 
     Args:
-        tokens: the model's tokenizer.
         vocab_size: of the model, which may be larger than the tokenizer's.
         end_ids: tokens that end an answer.
         cache_bytes: memory of the cached grammars together, about.
@@ -130,7 +128,6 @@ class GrammarCompiler:
         """Return the state of a new answer under a grammar.
 
         Args:
-            spec: the grammar.
             abandoned: says whether the caller has left.
 
         Raises:

@@ -22,9 +22,7 @@ class Guidance:
     """Makes grammars for requests to one model. Thread-safe; costs nothing until the first grammar.
 
     Args:
-        tokenizer: of the model.
         reasoning: how the model reasons; a grammar lets it do so before the answer.
-        vocab_size: of the model.
         end_ids: tokens that end an answer.
 
     Attributes:
@@ -59,8 +57,6 @@ class Guidance:
 
         Args:
             prompt_ids: the prompt, which may have opened the reasoning.
-            spec: of a request's response_format.
-            use: the request's tools.
             reasons: the model may reason before the answer.
 
         Raises:
@@ -79,7 +75,6 @@ class Guidance:
         return None if lark is None else tool_calls(lark, use.schemas, unenforced)
 
     def after_reasoning(self, spec: GrammarSpec, prompt_ids: Sequence[int]) -> GrammarSpec:
-        """Return the same grammar, after reasoning if the model reasons."""
         if self._reasoning is None:
             return spec
         grammar = AnswerGrammar(self._tokenizer, self._reasoning, prompt_ids)

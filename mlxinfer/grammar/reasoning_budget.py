@@ -32,7 +32,6 @@ class BudgetRule:
     """The tokens of a model that bound its reasoning, the same for all answers.
 
     Attributes:
-        tokenizer, format: of the model.
         closing: token ids of the mark that ends the reasoning.
         reopening: the first token of the channel of reasoning; None: nothing reopens it.
     """
@@ -56,7 +55,6 @@ class ReasoningBudget:
     """The state of one answer; a `core.Grammar`.
 
     Args:
-        rule: of the model.
         max_tokens: of reasoning, marks included; then the closing mark is forced, as soon as the
             grammar within allows it. With channels no further message of reasoning may begin.
         prefix: what the prompt holds of the answer (see `answer_begun`).
@@ -80,7 +78,6 @@ class ReasoningBudget:
 
     @property
     def place(self) -> str:
-        """The request's field that the grammar came from."""
         return "max_reasoning_tokens" if self._inner is None else self._inner.place
 
     @property
@@ -90,7 +87,6 @@ class ReasoningBudget:
 
     @property
     def finished(self) -> bool:
-        """Whether it is whole and nothing may follow."""
         return self._inner is not None and self._inner.finished
 
     @property
@@ -99,7 +95,6 @@ class ReasoningBudget:
         return None if self._inner is None else self._inner.problem
 
     def accept(self, token_id: int) -> None:
-        """Follow the next token of the answer."""
         if self._inner is not None:
             self._inner.accept(token_id)
         if self._phase is _Phase.AFTER:
@@ -124,7 +119,6 @@ class ReasoningBudget:
         return [] if self._inner is None else self._inner.forced()
 
     def fork(self) -> "ReasoningBudget":
-        """Return a copy of the state to look ahead with."""
         other = object.__new__(ReasoningBudget)
         other.__dict__.update(self.__dict__)
         other._inner = None if self._inner is None else self._inner.fork()
@@ -154,7 +148,6 @@ class ReasoningBudget:
         return self._phase is _Phase.REASONING and self._left <= 0
 
     def _narrow(self, mask: NDArray[np.uint32]) -> None:
-        """Leave the next token of the closing mark alone, where it is due and allowed."""
         if self._is_due:
             word, bit = divmod(self._rule.closing[self._num_closed], WORD_BITS)
             if mask[word] >> np.uint32(bit) & np.uint32(1):

@@ -27,7 +27,6 @@ class References:
     """The places of a schema that references can name.
 
     Args:
-        schema: the whole schema.
         place: its place in the request, for messages.
     """
 
@@ -77,7 +76,6 @@ class References:
         return new
 
     def _plain(self, reference: str, base: str) -> str:
-        """Return a reference by its name in $defs, where its schema is moved."""
         if _PLAIN.fullmatch(reference) and base == self._bases[id(self._root)]:
             return reference
         target = self._target(reference, base)

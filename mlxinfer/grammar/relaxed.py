@@ -142,7 +142,6 @@ def _rings(schema: Any) -> set[str]:
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Yield the references in a schema, without those in its definitions."""
     if isinstance(value, Mapping):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
@@ -184,7 +183,6 @@ def _whole_counts(schema: Schema) -> None:
 
 
 def _not_here(schema: Schema) -> list[str]:
-    """Return the keywords of this part that llguidance refuses only in some schemas."""
     keywords = []
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str) and not _regular(pattern):

@@ -50,8 +50,6 @@ def check_schema(schema: Any, *, place: str, strict: bool = False) -> None:
     """Raise InvalidRequestError, with a JSON pointer, for a schema outside of the limits.
 
     Args:
-        schema: a JSON schema as Python's json reads it.
-        place: its place in the request.
         strict: bounds have to be exact, too; else answers are checked against them.
     """
     if not isinstance(schema, (Mapping, bool)):
@@ -97,7 +95,6 @@ def at(place: str, pointer: str, problem: str) -> InvalidRequestError:
 
 
 def escaped(key: str) -> str:
-    """Return a key as a step of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -170,12 +167,10 @@ def is_kept(value: object) -> bool:
 
 
 def is_kept_bound(value: object) -> bool:
-    """Whether llguidance keeps to a bound."""
     return not isinstance(value, int) or value in ENDS_OF_TYPES or is_kept(value)
 
 
 def _is_exact(value: int | float) -> bool:
-    """Whether llguidance reads and writes a number without changing it."""
     if isinstance(value, int):
         return abs(value) <= MAX_EXACT
     if not math.isfinite(value):
@@ -204,7 +199,6 @@ def mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
 
 
 def rewrite(schema: Schema) -> None:
-    """Replace the keywords of one part of a schema, in place."""
     for rule in _REWRITES:
         rule(schema)
 
@@ -302,7 +296,6 @@ def _names(schema: Schema) -> None:
 
 
 def _dependencies(schema: Schema) -> None:
-    """Rewrite dependencies: a property is absent, or what it demands holds."""
     demands: list[tuple[str, Any]] = []
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = schema.get(key)
@@ -382,7 +375,6 @@ def _among(value: Any, values: list[Any]) -> bool:
 
 
 def _add(schema: Schema, other: Schema) -> None:
-    """Let a schema demand another one too."""
     if "anyOf" in other and "anyOf" not in schema:
         schema["anyOf"] = other["anyOf"]
     else:

@@ -65,7 +65,6 @@ class GrammarSpec:
 
     @property
     def source(self) -> str:
-        """The whole grammar as llguidance reads it."""
         main = '{"name": "main", ' + self.main.removeprefix("{")
         lead = [json.dumps({"lark_grammar": self.before})] if self.before else []
         return '{"grammars": [' + ", ".join([*lead, main]) + "]}"
@@ -78,7 +77,6 @@ def json_schema(
 
     Args:
         schema: JSON schema; `x-guidance` at its root may set llguidance's options of spacing.
-        place: its place in the request.
         strict: refuse keywords that cannot be enforced, and a oneOf of options not seen to
             exclude each other. Otherwise complete answers are checked for these.
 
@@ -108,8 +106,6 @@ def enforceable(
     """Return the part of a checked schema that masks can enforce, and the rest for a check.
 
     Args:
-        schema: JSON schema.
-        place: its place in the request.
         tool: the schema is of its parameters; None: it is of no tool.
 
     Raises:
@@ -145,7 +141,6 @@ def json_object(*, place: str = "response_format") -> GrammarSpec:
 
 
 def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
-    """Return the grammar of answers that match a regular expression of Rust's regex crate."""
     _check_text(pattern, MAX_REGEX, place)
     import llguidance  # the first use of a grammar pays for it, not the start
 
@@ -153,7 +148,6 @@ def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
 
 
 def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
-    """Return the grammar of answers that are one of some strings."""
     if not isinstance(choices, (list, tuple)) or not 0 < len(choices) <= MAX_CHOICES:
         raise InvalidRequestError(
             f"{place} has to be a list of 1 to {MAX_CHOICES} strings.", param=place
@@ -243,7 +237,6 @@ def _checked_options(value: Any, place: str) -> dict[str, Any]:
 
 
 def quoted(text: str) -> str:
-    """Return a string literal of Lark."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -36,7 +36,6 @@ def token_table(
     choice, with control tokens wherever it contains their text.
 
     Args:
-        tokens: of the model.
         vocab_size: of the model, which may be larger than the tokenizer's.
         end_ids: tokens that end an answer.
 

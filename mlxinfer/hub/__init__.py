@@ -112,7 +112,6 @@ def is_bundled(name: str) -> bool:
 
 
 def list_models() -> list[LocalModel]:
-    """Return the bundled models, then those in the hub cache, complete or not."""
     return [*bundled_models(), *cached_models()]
 
 
@@ -169,7 +168,6 @@ def _is_being_downloaded(repo: RepoName) -> bool:
 
 
 def _delete(repo: RepoName, *, whole: bool) -> None:
-    """Delete the folder, or one revision, which shares files with others."""
     if whole:
         shutil.rmtree(repo.folder)
         return

@@ -104,7 +104,6 @@ class LocalModel:
 
 
 def bundled_models() -> Iterator[LocalModel]:
-    """Yield the models that come with this package."""
     for name in BUNDLED:
         if (ASSETS / name / "config.json").is_file():
             folder = ASSETS / name
@@ -112,7 +111,6 @@ def bundled_models() -> Iterator[LocalModel]:
 
 
 def cached_models() -> Iterator[LocalModel]:
-    """Yield the language models with safetensors weights in the hub cache, by name."""
     for repo_folder in sorted(cache_folder().glob("models--*--*")):
         repo_id = repo_folder.name.removeprefix("models--").replace("--", "/", 1)
         if "--" in repo_id or not repo_folder.is_dir():
@@ -214,7 +212,6 @@ EMBEDDERS = {  # classes of embedding models without sentence-transformers' file
 
 
 def _is_language_model(snapshot: Path) -> bool:
-    """Whether it generates text, or gives vectors or scores of texts."""
     config = read_json(snapshot / "config.json")
     stated = config.get("architectures")
     architectures = [str(name) for name in stated] if isinstance(stated, list) else []

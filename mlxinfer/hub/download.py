@@ -67,12 +67,10 @@ class DownloadPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the model on the disk."""
         return sum(file.size for file in self.files)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes still to be fetched."""
         return self.total_bytes - sum(self.present.values())
 
     def check_room(self) -> None:
@@ -90,7 +88,6 @@ def plan_download(repo: RepoName, choose: Choose | None = None) -> DownloadPlan:
     """Ask the hub for the files of `repo` and compare them with the cache.
 
     Args:
-        repo: the repository.
         choose: gives the paths to fetch; None: safetensors and the texts beside them.
 
     Raises:
@@ -111,7 +108,6 @@ def download(
     """Fetch the missing files of `repo` and return its folder in the cache.
 
     Args:
-        repo: the repository.
         choose: see `plan_download`.
         progress: called with the bytes that are here and all of them, from several threads.
 
@@ -202,7 +198,6 @@ def _places(listing: Listing, file: RemoteFile) -> list[Path]:
 
 
 def _is_whole(path: Path, file: RemoteFile) -> bool:
-    """Whether a file has the size that the hub announced, if it announced one."""
     return path.is_file() and file.size in (0, path.stat().st_size)
 
 
@@ -288,7 +283,6 @@ class Stop:
     is_set: bool = False
 
     def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or soon after the flag is set."""
         end = time.monotonic() + seconds
         while not self.is_set and (left := end - time.monotonic()) > 0:
             time.sleep(min(0.05, left))
@@ -305,9 +299,7 @@ def fetch(
     """Bring a file to `target`, continuing where an earlier call was interrupted.
 
     Args:
-        url: of the file.
         wanted: its name, and the size and SHA-256 that it must have.
-        target: its path on the disk.
         report: called with the number of bytes that arrived, negative where bytes were dropped.
         stop: when set, fetch() raises CancelledError early and keeps the bytes that arrived.
 

@@ -35,14 +35,12 @@ class GGUFName:
     quant: str | None = None  # as it stands in the name of a file
 
     def __str__(self) -> str:
-        """The name as it is written on the command line."""
         if self.is_bare:
             return str(self.repo)
         return f"{self.repo}/{self.file}" if self.file else f"{self.repo}:{self.quant}"
 
     @property
     def is_bare(self) -> bool:
-        """Whether it names a repository alone."""
         return self.file is None and self.quant is None
 
     def matching(self, files: Iterable[str]) -> list[str]:
@@ -112,7 +110,6 @@ def gguf_inside(folder: Path) -> Path | None:
 
 
 def _models(files: Iterable[str]) -> list[str]:
-    """The models among files, each by its first part."""
     return sorted({_parts(path)[0] for path in files if _of_model(path)})
 
 

@@ -77,7 +77,6 @@ def choose_projector(model: str, names: Iterable[str]) -> str | None:
 
 
 def is_projector(path: str) -> bool:
-    """Whether a name is that of a file of a tower."""
     return _PROJECTOR in path.lower() and path.endswith(".gguf")
 
 
@@ -99,7 +98,6 @@ class ImportedFile:
 
     @property
     def repo(self) -> RepoName:
-        """Its name on the command line."""
         return RepoName(f"{OWNER}/{self.name}-{self.digest[:12]}")
 
     @property
@@ -142,7 +140,6 @@ def imported_file(model: GGUFModel, progress: Callable[[int], None]) -> Imported
     """The place of a model, by the content of its files.
 
     Args:
-        model: to be imported.
         progress: called with the bytes that are read.
     """
     digest, done = blake2b(_form(model).encode(), digest_size=20), 0
@@ -192,7 +189,6 @@ def split_parts(path: Path) -> list[Path]:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a split file, from the name of one."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]

@@ -115,7 +115,6 @@ def read_beginning(listing: Listing, path: str, count: int) -> bytes:
 
 
 def source_url(listing: Listing, path: str) -> str:
-    """Return the address of a file."""
     from huggingface_hub import hf_hub_url
 
     return str(hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=endpoint()))
@@ -238,7 +237,6 @@ def patiently(ask: Callable[[], Found]) -> Found:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether another try may succeed."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return not isinstance(error, HfHubHTTPError) or error.response.status_code in TRANSIENT

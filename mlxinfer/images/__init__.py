@@ -73,7 +73,6 @@ def image_processor(folder: Path, token_id: Callable[[str], int | None]) -> Imag
     """The processor of a checkpoint's pictures; None: it reads none.
 
     Args:
-        folder: of the checkpoint.
         token_id: the id of a token's text; None where the vocabulary has no such token.
 
     Raises:

@@ -115,7 +115,6 @@ class Lfm2Processor(ImageProcessor):
         return tile_grid(height, width, tile=self.tile, low=self.min_tiles, high=most)
 
     def _pieces(self, image: "Image", grid: TileGrid) -> list[Levels]:
-        """The levels of each tile, row by row."""
         side = self.tile
         levels = resized(image, (grid.rows * side, grid.columns * side), self.resample)
         return list(cut(levels, side).reshape(-1, side, side, 3))
@@ -140,7 +139,6 @@ class Lfm2Processor(ImageProcessor):
         return tile_id
 
     def _picture(self, parts: Sequence[tuple[int | None, Tile]]) -> Picture:
-        """The picture of tiles and the token before each, if there is one."""
         marks = self.has_marks
         ids = [self.begin_id] if marks else []
         for mark, tile in parts:

@@ -40,7 +40,6 @@ def load_image(source: Any, *, place: str = "image") -> "Image":
     Args:
         source: a path, the bytes of a file, a `data:` URL, a PIL image, or an array of (H, W),
             (H, W, 1), (H, W, 3) or (H, W, 4): whole numbers up to 255, or floats from 0 to 1.
-        place: the field that errors name.
 
     Returns:
         The picture in RGB.
@@ -136,7 +135,6 @@ def from_base64(data: str, *, place: str = "image") -> bytes:
 
 
 def _opened(source: Any, place: str) -> "Image":
-    """The picture, opened and not yet decoded."""
     from PIL import Image
 
     if isinstance(source, Image.Image):
@@ -257,7 +255,6 @@ def _upright(image: "Image") -> "Image":
 
 
 def _opaque(image: "Image") -> "Image":
-    """The picture in RGB, its transparent parts on white."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):  # Pillow's own conversion would cut levels off at 255

@@ -54,7 +54,6 @@ class Picture:
 
     @property
     def num_features(self) -> int:
-        """Vectors that stand for embeddings."""
         return sum(tile.num_features for tile in self.tiles)
 
 
@@ -75,7 +74,6 @@ class PlacedPicture(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the position of its last token."""
         return self.start + len(self.picture.token_ids)
 
 
@@ -83,8 +81,6 @@ class PlacedPicture(NamedTuple):
 
 
 class _Grid(NamedTuple):
-    """Features that are rows and columns, in a run of tokens."""
-
     start: int  # place of the first token
     rows: int
     columns: int
@@ -106,7 +102,6 @@ class _Grid(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """How far the positions behind the grid fall behind the places of the tokens."""
         return self.size - max(self.rows, self.columns)
 
 

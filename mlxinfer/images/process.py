@@ -128,7 +128,6 @@ def prepare(
     Args:
         source: to see.
         processor: of the model, for what `source` is.
-        max_tokens: features of each picture.
         budget: of the request; what this takes is taken off.
 
     Raises:
@@ -154,7 +153,6 @@ def prepare(
 
 
 def _ask_alone(job: bytes, abandoned: Callable[[], bool]) -> Message:
-    """Ask for a large picture, when no other one is decoded."""
     while not _one_large.acquire(timeout=POLL_S):
         if abandoned():
             raise CancelledError

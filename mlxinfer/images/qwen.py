@@ -57,7 +57,6 @@ class QwenProcessor(ImageProcessor):
         )
 
     def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
-        """Make a picture ready: patches in the order in which they are merged."""
         tile = self.tile([self.blocks(image, self.fit(image, max_tokens))])
         ids = (self.feature_id,) * tile.num_features
         return self.picture((tile,), ids, turns=self.turns(tile))
@@ -96,7 +95,6 @@ class QwenProcessor(ImageProcessor):
         )
 
     def turns(self, tile: Tile) -> tuple[int, int]:
-        """Rows and columns of features."""
         return tile.grid[1] // self.merge, tile.grid[2] // self.merge
 
 

@@ -28,7 +28,6 @@ def fit_area(
     """The size of a picture whose area is limited: Qwen's, and that of LFM2's whole pictures.
 
     Args:
-        height, width: of the picture.
         factor: both sides become multiples of it.
         low, high: pixels that the result has at least, and at most, in all frames. A very thin
             picture may have more, since its short side cannot be less than a factor.
@@ -61,7 +60,6 @@ def shrink(height: int, width: int, *, factor: int, high: int, cap: int, frames:
 
 
 def _within(rows: int, columns: int, factor: int, cap: int) -> Size:
-    """The size, with a shorter long side where it exceeds the cap."""
     if rows * columns <= cap:
         return rows, columns
     short = min(rows, columns)
@@ -73,7 +71,6 @@ def fit_edge(height: int, width: int, *, edge: int, factor: int, high: int) -> S
     """The size of a picture whose longer side is limited: Pixtral's. Small pictures stay small.
 
     Args:
-        height, width: of the picture.
         edge: pixels of the longer side, at most.
         factor: both sides are then rounded up to a multiple of it.
         high: pixels of the result, at most.
@@ -93,7 +90,6 @@ def fit_soft_tokens(height: int, width: int, *, factor: int, limit: int) -> Size
     Small pictures grow.
 
     Args:
-        height, width: of the picture.
         factor: side of a square in pixels; both sides are rounded down to multiples of it.
         limit: squares at most.
     """
@@ -126,7 +122,6 @@ def tile_grid(height: int, width: int, *, tile: int, low: int, high: int) -> Til
     """The grid of `low` to `high` tiles that is nearest to the picture's ratio: LFM2's.
 
     Args:
-        height, width: of the picture.
         tile: side of a tile in pixels.
         low, high: tiles at least, and at most.
     """

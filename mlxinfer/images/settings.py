@@ -24,13 +24,10 @@ class VisionSettings:
     """The settings of one checkpoint.
 
     Args:
-        folder: of the checkpoint.
         token_id: the id of a token's text; None where the vocabulary has no such token.
 
     Attributes:
-        config: config.json.
         vision: its part about the tower; empty where it has none.
-        text: its part about the text model.
 
     Raises:
         CheckpointError: a file is broken.
@@ -65,7 +62,6 @@ class VisionSettings:
         return self._whole(name, self._image.get(name), default)
 
     def resample(self, default: int) -> int:
-        """Pillow's number of the filter for resizing."""
         number = self.number("resample", default)
         if number > LAST_FILTER:
             raise self._wrong(
@@ -82,17 +78,14 @@ class VisionSettings:
         return self._whole(name, value, default)
 
     def switch(self, name: str, default: bool) -> bool:
-        """A truth value of the image processor."""
         value = self._image.get(name)
         return default if value is None else bool(value)
 
     def processor_switch(self, name: str, default: bool) -> bool:
-        """A truth value of processor_config.json itself."""
         value = self._processor.get(name)
         return default if value is None else bool(value)
 
     def real(self, name: str, default: float) -> float:
-        """A positive number of the image processor."""
         value = self._image.get(name)
         value = default if value is None else value
         if type(value) not in (int, float) or not 0 < value < 1e6:

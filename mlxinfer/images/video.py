@@ -45,7 +45,6 @@ def load_video(source: Any, *, fps: float | None = None, place: str = "video") -
     Args:
         source: a path, the bytes of a file, or a list of frames; a frame: see `load_image`.
         fps: frames in a second of a list; None: 2. A file says its own.
-        place: the field that errors name.
 
     Raises:
         PictureError: there is no such file, it is no video, PyAV is missing, or a frame is broken
@@ -111,7 +110,6 @@ def _of_file(opened: Callable[[], Any], place: str) -> Video:
 
 
 def _decoded(opened: Callable[[], Any], numbers: Sequence[int], place: str) -> "Iterator[Image]":
-    """The frames of a file with these numbers, turned as the file says."""
     av, wanted, last = _av(place), list(numbers), None
     try:
         with av.open(opened(), options=CONTAINERS) as container:

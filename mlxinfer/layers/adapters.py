@@ -45,7 +45,6 @@ class SourceRows:
         return SourceRows(self.path, len(rows), self.total, rows, factor)
 
     def scaled(self, factor: mx.array) -> "SourceRows":
-        """These outputs, multiplied by a factor more."""
         whole = factor if self.factor is None else self.factor * factor
         return SourceRows(self.path, self.num_rows, self.total, self.rows, whole)
 
@@ -70,7 +69,6 @@ class AdapterTarget:
 
     @property
     def all_inputs(self) -> int:
-        """Inputs of the checkpoint's matrices."""
         return self.in_dims if self.inputs is None else self.inputs.total
 
 
@@ -124,7 +122,6 @@ class ActiveAdapters:
 
         Args:
             members: numbers of the adapters of a stack, in their order.
-            num_rows: of the layer's input.
             rows_per_token: of these for each row of the step.
         """
         if not self._numbers:
@@ -165,7 +162,6 @@ class Outputs:
 
     @classmethod
     def of(cls, widths: Sequence[int]) -> "Outputs":
-        """The layout of parts of so many outputs."""
         piece, total = math.gcd(*widths), sum(widths)
         if len(widths) == 1 or total // piece > MAX_PIECES:
             return cls(tuple(widths), True, total, (0,))
@@ -214,7 +210,6 @@ class LowRank:
 
     @property
     def is_finite(self) -> bool:
-        """Whether there is no NaN or infinity in it."""
         arrays = [x for x in (self.a, self.b, self.gain) if x is not None]
         return bool(mx.stack([mx.isfinite(x).all() for x in arrays]).all())
 
@@ -224,7 +219,6 @@ class Stack:
 
     Args:
         members: (S,) numbers of the adapters.
-        outputs: the layout of the projection's outputs.
         a: (S E, in_dims, P R).
         b: (S E M, R, D).
         gains: (S, outputs) of DoRA, less 1; None: LoRA.
@@ -252,11 +246,9 @@ class Stack:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the matrices."""
         return self.a.nbytes + self.b.nbytes + (0 if self.gains is None else self.gains.nbytes)
 
     def added(self, number: int, new: LowRank) -> "Stack":
-        """This stack with one more adapter."""
         a = mx.concatenate([self.a, new.a.astype(self.a.dtype)])
         b = mx.concatenate([self.b, new.b.flatten(0, 1).astype(self.b.dtype)])
         gains = self.gains
@@ -361,10 +353,8 @@ class Adapted:
     """The adapters of one projection; it replaces that projection.
 
     Args:
-        active: the adapters of the step.
         widths: outputs of each part.
         bias: (outputs,) that the projection adds; None: it adds none.
-        dtype: of the matrices of adapters.
     """
 
     __slots__ = ("_active", "_dtype", "bias", "outputs", "stacks")
@@ -392,7 +382,6 @@ class Adapted:
         self.stacks = tuple(stack for stack in stacks if stack is not None)
 
     def bytes_of(self, number: int) -> int:
-        """Memory of the matrices of one adapter."""
         having = [stack for stack in self.stacks if number in stack.members]
         return sum(stack.num_bytes // len(stack.members) for stack in having)
 
@@ -406,7 +395,6 @@ class AdaptedLinear(Adapted, Projection):
     """A projection of rows that have adapters.
 
     Args:
-        base: the projection itself.
         others: see `Adapted`.
     """
 
@@ -443,8 +431,6 @@ class AdaptedExperts(Adapted):
     """Projections of experts, each with a matrix of its own in every adapter.
 
     Args:
-        base: the experts' projections.
-        num_experts: how many.
         others: see `Adapted`.
     """
 

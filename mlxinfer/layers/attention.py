@@ -22,11 +22,7 @@ HeadsMaker = Callable[[KVFormat, KVFormat, int], Heads]
 
 
 class Mixer(Protocol):
-    """The first block of a layer: it lets tokens of one sequence see each other.
-
-    Attributes:
-        spec: what the cache keeps for this layer.
-    """
+    """The first block of a layer: it lets tokens of one sequence see each other."""
 
     __slots__ = ()
 
@@ -34,7 +30,6 @@ class Mixer(Protocol):
 
     @property
     def parts(self) -> "Sequence[Mixer]":
-        """The mixers of the block that have a cache of their own: this one."""
         return (self,)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
@@ -82,7 +77,6 @@ class AttentionShape:
     """The facts about a layer that a Metal kernel for attention needs.
 
     Args:
-        num_heads: of queries.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
         make_heads: see `AttentionArgs`.
     """
@@ -181,7 +175,6 @@ class Attention(AttentionShape, Mixer):
 
     @property
     def parts(self) -> Sequence[Mixer]:
-        """This mixer, and its indexer."""
         return (self,) if self.args.indexer is None else (self, self.args.indexer)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:

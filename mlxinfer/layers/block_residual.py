@@ -34,8 +34,8 @@ def mixed(sources: mx.array, queries: mx.array) -> list[mx.array]:
     normed = mx.fast.rms_norm(sources.astype(mx.float32), None, SOURCE_EPS)
     scores = normed @ queries.T * queries.shape[1] ** -0.5  # (T, n, N)
     shares = mx.softmax(scores, axis=1).swapaxes(1, 2)  # (T, N, n)
-    both = shares @ normed  # (T, N, hidden)
-    return [both[:, i] for i in range(len(queries))]
+    mixtures = shares @ normed  # (T, N, hidden)
+    return [mixtures[:, i] for i in range(len(queries))]
 
 
 @dataclass(slots=True, eq=False)

@@ -50,7 +50,6 @@ class CompressedAttention(AttentionShape, Mixer):
 
     @property
     def parts(self) -> Sequence[Mixer]:
-        """This mixer, and its compressor."""
         return (self,) if self.compressor is None else (self, self.compressor)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
@@ -149,11 +148,11 @@ class Compressor(Mixer):
         for series in self.series:
             dim = series.places.shape[1]
             pairs = [half[..., start : start + 2 * dim] for half in halves]
-            both = pairs[0] if len(pairs) == 1 else mx.concatenate(pairs, axis=1)
-            gates = both[..., dim:].astype(mx.float32) + series.places
+            gated = pairs[0] if len(pairs) == 1 else mx.concatenate(pairs, axis=1)
+            gates = gated[..., dim:].astype(mx.float32) + series.places
             if before is not None:
-                counts = (positions[:, None] > 0) | (mx.arange(both.shape[1]) >= raw.shape[1])
+                counts = (positions[:, None] > 0) | (mx.arange(gated.shape[1]) >= raw.shape[1])
                 gates = mx.where(counts[..., None], gates, -mx.inf)
-            pooled.append(series(both[..., :dim], gates, positions))
+            pooled.append(series(gated[..., :dim], gates, positions))
             start += 2 * dim
         return pooled

@@ -158,7 +158,6 @@ class MixingConnection:
         self._in_kernel = False
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernel that makes weights of logits."""
         return [KernelUse({ANY_ROWS: [self.form.variant]}, self._install)] * self.form.has_kernel
 
     def _install(self, ready: ReadyFor) -> None:

@@ -86,7 +86,7 @@ class LatentAttention(Mixer):
         queries = x
         for part in self.q_projs[:-1]:
             queries = part(queries)
-        more = self.more(x, queries, step)
+        chosen = self.more(x, queries, step)
         queries = self.q_projs[-1](queries).reshape(
             x.shape[0], self.num_heads, -1
         )  # (T, H, dn + dr)
@@ -96,8 +96,8 @@ class LatentAttention(Mixer):
         latent, k_rope = mx.split(self.kv_a_proj(x), [self.spec.latent_dim], axis=-1)
         k_rope = k_rope[:, None]
         if self.rope is not None:
-            both = mx.concatenate([q_rope, k_rope], axis=1)
-            turned = self.rope(both, step.prepared[self.rope])
+            qk_rope = mx.concatenate([q_rope, k_rope], axis=1)
+            turned = self.rope(qk_rope, step.prepared[self.rope])
             q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
         if self.rope_scale is not None:
             q_rope = q_rope * self.rope_scale
@@ -108,7 +108,7 @@ class LatentAttention(Mixer):
             k_rope[:, 0],
             projection=self.projection,
             scale=self.scale,
-            **more,
+            **chosen,
         )
         if self.gate_proj is not None:
             outputs = outputs * mx.sigmoid(self.gate_proj(x))[..., None]  # (T, H, dv)
@@ -143,8 +143,8 @@ class Indexer:
         `compressed`: the queries' compressed form (T, q_lora_rank).
         """
         queries = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)  # (T, Hi, di)
-        both = mx.concatenate([queries, self.k_norm(self.k_proj(x))[:, None]], axis=1)
-        turned = self.rope(both, step.prepared[self.rope])
+        qk = mx.concatenate([queries, self.k_norm(self.k_proj(x))[:, None]], axis=1)
+        turned = self.rope(qk, step.prepared[self.rope])
         queries, keys = mx.split(turned, [self.num_heads], axis=1)
         return queries, self.weights_proj(x) * self.scale, keys[:, 0]
 
@@ -164,7 +164,6 @@ class RankedAttention(LatentAttention):
         self.indexer = indexer
 
     def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:
-        """Queries, weights and keys of the indexer, which later layers may share."""
         if self.indexer is not None:
             step.index = (*self.indexer(x, compressed, step), {})
         return {"index": step.index}
@@ -186,7 +185,6 @@ class PooledAttention(LatentAttention):
 
     @property
     def parts(self) -> Sequence[Mixer]:
-        """This mixer, and its indexer."""
         return (self,) if self.indexer is None else (self, self.indexer)
 
     def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:

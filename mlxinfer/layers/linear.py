@@ -111,7 +111,6 @@ class Rotation:
         return (self._mixed(x.astype(mx.float32)) * self.signs).astype(x.dtype)
 
     def equals(self, other: "Rotation") -> bool:
-        """Whether another rotation gives the same."""
         return self.block == other.block and bool(mx.array_equal(self.signs, other.signs))
 
     def _mixed(self, x: mx.array) -> mx.array:
@@ -182,7 +181,6 @@ class DenseEmbedding:
         return self.weight[ids]
 
     def as_linear(self) -> Linear:
-        """The same numbers, seen as a matrix."""
         return Linear(self.weight)
 
 
@@ -207,7 +205,6 @@ class QuantizedEmbedding:
         return rows.astype(self.dtype)
 
     def as_linear(self) -> QuantizedLinear:
-        """The same numbers, seen as a matrix."""
         return self.table
 
 
@@ -223,7 +220,6 @@ class RotatedEmbedding:
         return self.rotation.back(self.table(ids))
 
     def as_linear(self) -> RotatedLinear:
-        """The same numbers, seen as a matrix."""
         return RotatedLinear(self.table.as_linear(), self.rotation)
 
 

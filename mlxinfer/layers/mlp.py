@@ -78,7 +78,6 @@ class MLP:
         return self.down_proj(self.activation(self.gate_up_proj(x)), residual)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernel of the first product and the activation, for each number of rows."""
         form = self.form
         if form is None or form.gate.dtype != model.dtype:
             return []
@@ -108,7 +107,6 @@ class Gated:
     On Metal it is one operation, which MLX compiles.
 
     Args:
-        product: of gate and up.
         gate: the same for the kernel of `MLP`; None: the kernel has no such function.
     """
 

@@ -64,7 +64,6 @@ class MoE:
     weighs_inputs: bool = False  # weights multiply the inputs of the experts, not their outputs
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the choice, and of the shared expert."""
         shared = [] if self.shared is None else self.shared.kernels(model)
         return [*self.choose.kernels(model), *shared]
 
@@ -145,7 +144,6 @@ class ExpertChoice:
     """The experts of each token: in plain MLX, or in one kernel where the engine chose it.
 
     Args:
-        routing: how they are chosen and weighed.
         bias: (E,) float32 that joins the ranks, where the routing is biased.
         factors: (E,) multiply the weights, each expert's its own; None: nothing does.
         soft_cap: logits become soft_cap * tanh(logit / soft_cap) first; None: they stay.
@@ -169,7 +167,6 @@ class ExpertChoice:
         self.kernel_dtype: mx.Dtype | None = None  # of logits for the kernel; None: plain MLX
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernel of the choice, for logits of the hidden states' dtype."""
         count = model.num_experts if self.bias is None else self.bias.size  # of this layer
         if not self.routing.has_kernel(count):
             return []

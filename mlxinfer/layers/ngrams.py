@@ -30,11 +30,7 @@ Int64s = NDArray[np.int64]
 
 
 class RowTable(Protocol):
-    """A table in files.
-
-    Attributes:
-        row_bytes: of a row.
-    """
+    """A table in files."""
 
     row_bytes: int
 

@@ -37,8 +37,8 @@ class MeanIndexer(Mixer):
 
     def __call__(self, x: mx.array, step: Step, residual: Any = None) -> Any:
         """The blocks that tokens of x (T, hidden) see: the result of `PooledLayer.choose`."""
-        both = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))
-        queries, keys = mx.split(both, [self.num_heads], axis=1)
+        qk = mx.unflatten(self.qk_proj(x), -1, (self.num_heads + 1, -1))
+        queries, keys = mx.split(qk, [self.num_heads], axis=1)
         queries = self.rope(self.q_norm(queries), step.prepared[self.rope])
         weights = mx.full((len(x), self.num_heads), self.spec.dim**-0.5)
         return step.caches[self].choose(queries, weights, keys[:, 0], step.positions)

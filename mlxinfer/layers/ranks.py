@@ -53,11 +53,7 @@ class Link(Protocol):
 
 
 class Sums:
-    """Sums over ranks, which a block of several summands puts off to its end.
-
-    Args:
-        link: of the ranks.
-    """
+    """Sums over ranks, which a block of several summands puts off to its end."""
 
     __slots__ = ("_held", "link")
 
@@ -120,7 +116,6 @@ class SplitEmbedding:
         return self.link.sum(rows, "embedding")
 
     def as_linear(self) -> "SplitHead":
-        """The output projection of a model that shares the table with its input."""
         return SplitHead(self.part.as_linear(), self.vocab_size, self.link)
 
 
@@ -172,9 +167,7 @@ class AbsentTable(Projection):
     __slots__ = ()
 
     def __call__(self, *_: Any, **__: Any) -> mx.array:
-        """Not called."""
         raise AssertionError("a table of rank 0")
 
     def as_linear(self) -> "AbsentTable":
-        """The output projection of a model that shares the table with its input."""
         return self

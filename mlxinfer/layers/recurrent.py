@@ -131,7 +131,6 @@ class ShortConv(RecurrentMixer):
     Args:
         in_proj: (T, hidden) -> (T, 3 * hidden): b, c and x.
         out_proj: (T, hidden) -> (T, hidden).
-        conv: over the hidden size.
         spec: of one state, the convolution's.
     """
 

@@ -144,7 +144,6 @@ class RelativeAttention(AttentionShape, Mixer):
 
     @property
     def parts(self) -> Sequence[Mixer]:
-        """This mixer, and the convolutions of keys and values."""
         return self, self.k_conv, self.v_conv
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:

@@ -73,7 +73,6 @@ class FusedRope:
         self.magnitudes = magnitudes(spec, head_dim, dtype)
 
     def backwards(self) -> "FusedRope":
-        """The rope that undoes this one's turns."""
         part = copy(self)
         part.freqs = -self.freqs
         return part
@@ -172,7 +171,6 @@ class LongRope:
 
 
 def rope_of(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
-    """The rope of a spec over heads of a size."""
     if spec.sections:
         return MultiRope(spec, head_dim, dtype)
     rope = FusedRope(spec, head_dim, dtype)

@@ -95,7 +95,6 @@ class Step:
 
     Args:
         positions: (T,) int32, each token's place in its own sequence; (3, T) with M-RoPE.
-        caches: of each mixer that keeps something.
         rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
             `Model.rope_variant`; None: 0 for all.
         adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.

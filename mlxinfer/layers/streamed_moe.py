@@ -66,7 +66,6 @@ class StreamedMoE(MoE):
     """A mixture with experts that are read when tokens need them.
 
     Attributes:
-        slots: of its experts.
         following: the mixture of a later layer; its router guesses from what this one reads;
             None: there is none.
     """

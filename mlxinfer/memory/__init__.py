@@ -58,7 +58,6 @@ def weights_bytes(folder: Path) -> int:
 
 
 def total_memory_bytes() -> int:
-    """Physical memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -68,7 +67,6 @@ def models_limit_bytes() -> int:
 
 
 def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
-    """The default budget of the KV cache beside weights of this size."""
     return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)
 
 

@@ -62,12 +62,10 @@ class Fit:
     problem: str | None = None  # why it does not run here
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return {**asdict(self), "verdict": str(self.verdict), "text": self.text}
 
     @property
     def text(self) -> str:
-        """The verdict in a sentence, of a model that does not fit with what would."""
         needs = f"{human_bytes(self.weights_bytes)} of {human_bytes(self.limit_bytes)} for models"
         if self.verdict is FitVerdict.UNSUPPORTED:
             return f"Does not run here: {self.problem}"
@@ -86,7 +84,6 @@ class Fit:
 
     @property
     def remedies(self) -> str:
-        """The forms of a model that would fit, where the model itself does not."""
         remedies = list(self._remedies())
         return f"What would fit: {'; '.join(remedies)}." if remedies else "Take a smaller model."
 
@@ -255,7 +252,6 @@ def held_bytes(folder: Path, expert_memory: int | None = None, *, head: bool = F
     """Bytes of a checkpoint's weights in memory.
 
     Args:
-        folder: of the checkpoint.
         expert_memory: bytes of experts that stay in memory; None: all of them do.
         head: with the head that predicts tokens further ahead, which `speculate="mtp"` loads.
     """
@@ -300,7 +296,6 @@ def require_fit(
         weights_bytes: that are to be in memory, see `held_bytes`.
         limit_bytes: of weights and KV cache; None: what models may take here.
         context: tokens of a sequence at most; None: as many as the model has.
-        kv: options of the KV cache.
 
     Raises:
         InsufficientMemoryError: it says what would fit.

@@ -38,7 +38,6 @@ class Suggestion:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of weights that one token of an answer reads."""
         return int(self.bytes * self.active / self.parameters)
 
     @property
@@ -55,7 +54,6 @@ class Suggestion:
         return self.bytes + min(context, self.context) * self.token_bytes
 
     def longest_context(self, limit_bytes: int) -> int:
-        """How many tokens of one conversation fit beside the weights."""
         return max(0, min((limit_bytes - self.bytes) // self.token_bytes, self.context))
 
     def as_dict(self, limit_bytes: int) -> dict[str, Any]:

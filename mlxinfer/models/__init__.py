@@ -53,7 +53,6 @@ class ExpertOptions:
         """LLM's expert_memory and slow_experts, taken out; None: all experts are loaded.
 
         Args:
-            arguments: of LLM.
             alone: the model is not spread over ranks.
 
         Raises:
@@ -130,8 +129,6 @@ def load_share(
 
     Args:
         folder: see `load`.
-        rank: this one.
-        link: to the others.
         pipeline: its part is some of the layers; else it is a part of every layer.
         dtype, watch: see `load`.
         read: is called with the bytes that were read from the files.
@@ -285,7 +282,6 @@ def load(
 def _opened(
     slots: "InSlots", experts: ExpertOptions, model: "Model", config: "ModelConfig"
 ) -> "ExpertStore":
-    """The experts of a model, to be read as tokens need them."""
     return slots.open_experts(
         experts.num_bytes,
         dtype=model.activation_dtype,

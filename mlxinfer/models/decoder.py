@@ -95,7 +95,6 @@ class Model:
     """A decoder-only language model over a flat list of tokens.
 
     Args:
-        config: as normalised.
         embed_tokens, layers, norm, lm_head: the parts, in the order of a forward pass. Without an
             `lm_head` the model has no logits.
         activation_dtype: of hidden states, keys and values.
@@ -104,7 +103,6 @@ class Model:
         adapter_targets: projections that adapters may change.
 
     Attributes:
-        active_adapters: those of the step that is being built.
         adapted: projections that have adapters, by index of their targets.
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
@@ -229,7 +227,6 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weights take."""
         return sum(array.nbytes for array in self.arrays())
 
 
@@ -242,7 +239,6 @@ def link_norms(layers: Sequence[Layer], last: Norm) -> None:
 
 
 def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:
-    """Apply the model's scale and soft cap to logits of the output projection."""
     if config.logit_scale is not None:
         logits = logits * config.logit_scale
     cap = config.final_softcap

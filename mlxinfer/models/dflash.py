@@ -64,10 +64,10 @@ class BlockLayer:
     def keys_values(self, x: mx.array, positions: mx.array) -> KeysValues:
         """Keys and values of rows x (n, hidden) at positions (n,)."""
         _, kv_heads, dim = self.sizes
-        both = self.kv_proj(x).reshape(-1, 2 * kv_heads, dim)  # (n, 2 Hkv, D)
-        keys = self.k_norm(both[:, :kv_heads])
+        kv = self.kv_proj(x).reshape(-1, 2 * kv_heads, dim)  # (n, 2 Hkv, D)
+        keys = self.k_norm(kv[:, :kv_heads])
         keys = self.rope(keys, self.rope.prepare(positions))
-        return keys.transpose(1, 0, 2), both[:, kv_heads:].transpose(1, 0, 2)
+        return keys.transpose(1, 0, 2), kv[:, kv_heads:].transpose(1, 0, 2)
 
     def __call__(
         self, x: mx.array, positions: mx.array, contexts: Sequence[KeysValues]
@@ -112,10 +112,7 @@ class BlockDraft:
 
     Args:
         model: that has the embeddings and the output projection.
-        config: sizes of the draft.
-        taps: layers of the model that it reads.
         fc, hidden_norm: project the outputs of these layers (n, taps * hidden) to (n, hidden).
-        layers, norm: of the draft.
         block_size: rows of a block, the newest token included.
         mask_token_id: stands where a token is to be proposed.
     """
@@ -188,12 +185,10 @@ class BlockDraft:
         return mx.argmax(logits, axis=-1).reshape(len(newest), count)
 
     def arrays(self) -> list[mx.array]:
-        """Every array that is the draft's own."""
         return list(arrays([self.layers, self.norm, self._fc, self._hidden_norm]))
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the draft's own weights take."""
         return sum(array.nbytes for array in self.arrays())
 
     @property

@@ -30,7 +30,6 @@ class ContentId:
     """The identity of the weights in a folder, computed by threads of its own from now on.
 
     Args:
-        folder: of the checkpoint.
         memory: the file of remembered digests; it need not exist, nor be writable.
     """
 
@@ -61,10 +60,6 @@ def content_id(folder: Path, memory: Path) -> str:
 
     Of config.json and of each safetensors file, name and contents count.
 
-    Args:
-        folder: of the checkpoint.
-        memory: the file of remembered digests.
-
     Raises:
         CheckpointError: a file cannot be read.
     """
@@ -81,7 +76,6 @@ def content_id(folder: Path, memory: Path) -> str:
 
 
 def _digests(paths: Sequence[Path], memory: Path) -> list[str]:
-    """The digest of each file, remembered or computed."""
     keys = [_state(path) for path in paths]
     remembered = _read(memory)
     unknown = [i for i, key in enumerate(keys) if key not in remembered]

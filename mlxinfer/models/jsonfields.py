@@ -16,7 +16,6 @@ def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
-        path: of the file.
         infinite: take Infinity, which is not JSON but what transformers writes, for a number.
 
     Raises:
@@ -160,9 +159,6 @@ class Fields:
         """A list with one of the values of `known` for each layer; None where there is none.
 
         Args:
-            keys: spellings of the list.
-            count: of the layers.
-            known: the values.
             further: layers that may follow, and predict further ahead. They are left out.
         """
         stated = self.items(*keys)
@@ -177,7 +173,6 @@ class Fields:
 
     @property
     def present(self) -> dict[str, Any]:
-        """The values that are not null."""
         return {key: value for key, value in self.values.items() if value is not None}
 
     def stated(self, names: Mapping[str, str]) -> dict[str, Any]:

@@ -22,9 +22,7 @@ class LanguageConfig(Protocol):
     """The part of a config that the engine reads and that people are shown."""
 
     @property
-    def model_type(self) -> str:
-        """The architecture."""
-        ...
+    def model_type(self) -> str: ...
 
     @property
     def vocab_size(self) -> int:
@@ -42,9 +40,7 @@ class LanguageConfig(Protocol):
         ...
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        ...
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
     def hidden_size(self) -> int:
@@ -71,9 +67,7 @@ class LanguageConfig(Protocol):
         """The attention window of each layer that has a cache, in tokens; None: it sees all."""
         ...
 
-    def cache_spec(self, index: int) -> CacheSpec:
-        """The spec of the cache of a layer's mixer."""
-        ...
+    def cache_spec(self, index: int) -> CacheSpec: ...
 
     @property
     def extra_specs(self) -> tuple[IndexSpec | None, ...]:
@@ -120,9 +114,7 @@ class LanguageModel(Protocol):
     """A model as the engine runs it: `Model`, a stage of it, or one of mlx-lm's definitions."""
 
     @property
-    def config(self) -> LanguageConfig:
-        """The sizes that the engine needs."""
-        ...
+    def config(self) -> LanguageConfig: ...
 
     @property
     def mixers(self) -> Sequence[Any]:
@@ -162,9 +154,7 @@ class LanguageModel(Protocol):
     def rope_variant(self, max_tokens: int) -> int: ...
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that the weights take."""
-        ...
+    def num_bytes(self) -> int: ...
 
 
 def arrays(item: Any) -> Iterator[mx.array]:

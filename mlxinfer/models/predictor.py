@@ -31,13 +31,9 @@ class PredictorBlock(Protocol):
     """The network of a head: reads a token's embedding and the hidden states before the token."""
 
     @property
-    def mixers(self) -> Sequence[Mixer]:
-        """The parts of the block that keep something, in the predictor's cache."""
-        ...
+    def mixers(self) -> Sequence[Mixer]: ...
 
-    def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels that can do the work of its parts."""
-        ...
+    def kernels(self, model: ModelForm) -> list[KernelUse]: ...
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
@@ -66,8 +62,8 @@ class JoinedBlock:
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
-        both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        x, normed = self.proj(mx.concatenate(both, axis=-1)), None
+        halves = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
+        x, normed = self.proj(mx.concatenate(halves, axis=-1)), None
         for layer in self.layers:
             x, normed = layer(x, normed, step)
         return x
@@ -126,8 +122,8 @@ class ConcatenatedBlock:
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
         normed = self.hidden_norm(hidden)
-        both = mx.concatenate([self.embedding_norm(embedded), normed], axis=-1)
-        x = self.mixer(both, step, normed if self.normed_residual else hidden)
+        joined = mx.concatenate([self.embedding_norm(embedded), normed], axis=-1)
+        x = self.mixer(joined, step, normed if self.normed_residual else hidden)
         return self.mlp(self.mlp_norm(x), x)
 
 
@@ -142,7 +138,6 @@ class Predictor:
         model: shares its embeddings, and its output projection where the predictor brings none.
         config: sizes of the predictor; `vocab_size` is the model's.
         taps: layers of the model that it reads, see `Taps`.
-        block: the network.
         norm: before the logits.
         enter: outputs of the model's layers (n, taps * hidden) -> (n, hidden); None: as they are.
         chains_normed: whether the chain goes on from what `norm` gives, else from what it reads.
@@ -190,7 +185,6 @@ class Predictor:
         self._shared_bytes = sum(array.nbytes for array in shared)
 
     def kernels(self) -> list[KernelUse]:
-        """The kernels that can do the work of the block."""
         config = self.config
         form = ModelForm(self.activation_dtype, config.num_experts, config.quantization is not None)
         return self.block.kernels(form)
@@ -228,13 +222,11 @@ class Predictor:
         return 0
 
     def arrays(self) -> list[mx.array]:
-        """Every array that is the predictor's own."""
         parts = [self.block, self.norm, self._enter, self._own_embed, self._lm_head]
         return list(arrays(parts))
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the predictor's own weights take."""
         return sum(array.nbytes for array in self.arrays())
 
     @property

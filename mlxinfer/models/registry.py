@@ -268,7 +268,6 @@ def is_native(config: Mapping[str, Any]) -> bool:
 
 
 def is_encoder(config: Fields) -> bool:
-    """Whether the architecture of config.json is an encoder, which gives no text."""
     return config.get("model_type") in ENCODERS
 
 
@@ -303,7 +302,6 @@ def predictors_read(names: Iterable[str], config: Any) -> tuple[int, int]:
     """How many heads of a checkpoint predict tokens further ahead, and how many of them are read.
 
     Args:
-        names: of its tensors.
         config: of its text, a `LanguageConfig`.
     """
     layers = {layer_ahead(name, config.num_layers) for name in names} - {None}
@@ -316,9 +314,9 @@ def predictors_read(names: Iterable[str], config: Any) -> tuple[int, int]:
 
 def predictors_text(count: int, read: int) -> str:
     """The result of `predictors_read` in words."""
-    what = f"{count} heads that predict" if count > 1 else "a head that predicts"
+    heads = f"{count} heads that predict" if count > 1 else "a head that predicts"
     if read == count:
-        return f"{what} tokens further ahead (--speculate mtp)"
+        return f"{heads} tokens further ahead (--speculate mtp)"
     if read:
-        return f"{what} tokens further ahead; the first is read (--speculate mtp), the others not"
-    return f"{what} tokens further ahead, not read here"
+        return f"{heads} tokens further ahead; the first is read (--speculate mtp), the others not"
+    return f"{heads} tokens further ahead, not read here"

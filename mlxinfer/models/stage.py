@@ -51,9 +51,7 @@ def divide(
     """Divide layers among `size` ranks so that the largest part is as small as possible.
 
     Args:
-        tensors: of the checkpoint.
         rename: its names as the decoder has them; None: a tensor that is left out.
-        num_layers: of the model.
         size: ranks; rank 0 has what is in no layer, too.
         bound: layers that stay with the layer before them.
 
@@ -111,8 +109,6 @@ class StageModel:
 
     Args:
         part: the model with `AbsentLayer` in place of other ranks' layers.
-        link: to the others.
-        layers: of each rank.
         between: what goes from one to the next.
         all_bytes: of the weights of all ranks, which a step reads one after the other.
     """
@@ -159,7 +155,6 @@ class StageModel:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that this rank's weights take."""
         weights = self.part.arrays() if self._is_first else arrays(self.part.layers)
         return sum(array.nbytes for array in weights)
 
@@ -251,10 +246,6 @@ def load_stage(
     """Load the layers of one rank; returns them and the bytes that were read.
 
     Args:
-        tensors: of the whole checkpoint.
-        config: of the whole model.
-        builder: its family.
-        link: to the other ranks.
         others: see `Weights`.
 
     Raises:

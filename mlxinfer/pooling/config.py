@@ -113,7 +113,6 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
     """How the model in a folder pools; None: it generates text.
 
     Args:
-        folder: of the checkpoint.
         name: the user's name for it. If no file states the task of a decoder, "rerank" or "embed"
             in the last part of the name does, as in
             `mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ`.
@@ -166,7 +165,6 @@ def head_name(name: str) -> str | None:
 
 
 def classifies(config: Fields) -> bool:
-    """Whether config.json names a class with a classification head."""
     classes = config.items("architectures") or []
     return any(
         isinstance(architecture, str) and architecture.endswith(_CLASSIFIES)
@@ -337,5 +335,4 @@ def _similarity(fields: Fields) -> str:
 
 
 def _fields(path: Path) -> Fields:
-    """The object in a file, an empty one where there is no such file."""
     return Fields(read_json(path, infinite=True) if path.is_file() else {}, str(path))

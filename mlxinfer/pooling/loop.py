@@ -55,7 +55,6 @@ class Pass:
 
     @property
     def output(self) -> mx.array:
-        """The work of the slice that was launched last."""
         return self.x if self.vectors is None else self.vectors
 
 
@@ -66,7 +65,6 @@ class PoolingLoop:
     """Many requests over one pooling model. All methods are called from one thread, which owns MLX.
 
     Args:
-        model: evaluated and ready.
         emit: called with the events of requests: one each, with `pooled` or an error.
         max_context: tokens of a row.
         pass_tokens: tokens of a pass; None: as many as take SLICE_S.
@@ -134,7 +132,6 @@ class PoolingLoop:
             self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
 
     def abort_all(self) -> None:
-        """End every request."""
         for request_id in list(self._unfinished):
             self.abort(request_id)
 
@@ -209,7 +206,6 @@ class PoolingLoop:
         return replace(computed)  # its next slice may be launched before this one is read
 
     def _read(self, computed: Pass) -> None:
-        """Wait for a pass, and pass on the vectors of requests that are complete."""
         is_whole = computed.vectors is not None
         try:
             mx.eval(computed.output)

@@ -52,7 +52,6 @@ class Pooler:
 
         Args:
             hidden: behind the last norm.
-            groups: of the pass.
             num_prompt: (N,) tokens at the beginning of each row that do not count.
         """
         pooled, row = [], 0
@@ -81,8 +80,8 @@ def _mean(states: mx.array, skipped: int) -> mx.array:
 
 
 def _scaled_sum(states: mx.array, skipped: int) -> mx.array:
-    rest = states[:, skipped:]
-    return rest.sum(axis=1) / rest.shape[1] ** 0.5
+    kept = states[:, skipped:]
+    return kept.sum(axis=1) / kept.shape[1] ** 0.5
 
 
 def _weighted_mean(states: mx.array, skipped: int) -> mx.array:
@@ -128,7 +127,6 @@ def token_scores(logits: Vectors, yes: int, no: int | None, dtype: mx.Dtype) -> 
         logits: (N, hidden) -> (N, vocab).
         yes: token with the logit that counts.
         no: token with the logit that is taken off; None: none is.
-        dtype: of hidden states.
     """
 
     def scores(vectors: mx.array) -> mx.array:
@@ -151,7 +149,6 @@ class PoolingModel:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weights take."""
         behind = [module for module in self.pooler.behind if isinstance(module, Projected)]
         return self.model.num_bytes + sum(array.nbytes for array in arrays(behind))
 

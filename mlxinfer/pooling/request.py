@@ -157,7 +157,6 @@ class PassQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Rows of all tenants."""
         return sum([queue.num_waiting for queue in self._queues.values()])
 
     def add(self, rows: Iterable[WaitingRow]) -> None:
@@ -165,7 +164,6 @@ class PassQueue:
             self._queues.setdefault(row.request.tenant, RowQueue()).add(row)
 
     def discard(self, rows: Sequence[WaitingRow]) -> None:
-        """Drop the rows of ended requests."""
         for row in rows:
             if not row.taken:
                 self._queues[row.request.tenant].take_out(row)
@@ -226,7 +224,6 @@ class RowQueue:
         return rows
 
     def take_out(self, row: WaitingRow) -> WaitingRow:
-        """Note that a row does not wait any more."""
         row.taken = True
         self.num_waiting -= 1
         return row

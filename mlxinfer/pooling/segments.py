@@ -80,7 +80,6 @@ class Masks:
         return self._made[key]
 
     def keys(self, queries: tuple[int, int], length: int, window: int | None) -> tuple[int, int]:
-        """The range of positions that some queries see."""
         start = 0 if window is None else max(queries[0] - window + 1, 0)
         if not self.bidirectional:
             return start, queries[1]
@@ -91,8 +90,6 @@ class SegmentAttention:
     """Takes the place of the KV cache of one attention layer in a pass.
 
     Args:
-        groups: of the pass.
-        masks: of the pass.
         window: positions that a token sees, itself included; where tokens see ahead, to each side.
     """
 
@@ -144,7 +141,7 @@ class SegmentAttention:
             rows = max(1, MAX_SCORES // (heads * block * length))
         parts = []
         for first in range(0, count, rows):
-            some = slice(first, first + rows)
+            some_rows = slice(first, first + rows)
             blocks = []
             for start in range(0, length, block):
                 span = start, min(start + block, length)
@@ -153,9 +150,9 @@ class SegmentAttention:
                 blocks.append(
                     attention(
                         softmax,
-                        queries[some, :, span[0] : span[1]],
-                        keys[some, :, seen[0] : seen[1]],
-                        values[some, :, seen[0] : seen[1]],
+                        queries[some_rows, :, span[0] : span[1]],
+                        keys[some_rows, :, seen[0] : seen[1]],
+                        values[some_rows, :, seen[0] : seen[1]],
                         mask,
                     )
                 )
@@ -189,12 +186,7 @@ def attention(
 
 
 class SegmentStates:
-    """Takes the place of the states of a recurrent layer: every row begins with zeros.
-
-    Args:
-        groups: of the pass.
-        spec: what the layer would keep of a sequence.
-    """
+    """Takes the place of the states of a recurrent layer: every row begins with zeros."""
 
     __slots__ = ("_groups", "_spec")
 

@@ -27,11 +27,7 @@ Say = Callable[[msgspec.Struct], None]
 
 
 class OtherAdapters(FollowerAdapters):
-    """The adapters of the other ranks, as rank 0 sees them.
-
-    Args:
-        others: the way to them.
-    """
+    """The adapters of the other ranks, as rank 0 sees them."""
 
     def __init__(self, others: messages.Others) -> None:
         self._others = others
@@ -107,7 +103,6 @@ class OwnAdapters:
     """The adapters of a rank that follows: its part of each, by the orders of rank 0.
 
     Args:
-        rank: this one.
         say: answers rank 0; from any thread.
     """
 
@@ -119,11 +114,9 @@ class OwnAdapters:
         self._loading: dict[int, Iterator[None]] = {}
 
     def begin(self, load: int, model: LanguageModel) -> None:
-        """Note this rank's part of a model, which the order of this number loaded."""
         self._load, self._loaded = load, ModelAdapters(model)
 
     def end(self) -> None:
-        """Drop the model and its adapters."""
         self._loaded, self._loading = None, {}
 
     def check(self, number: int, folder: str, identity: str) -> None:
@@ -131,7 +124,6 @@ class OwnAdapters:
 
         Args:
             number: of its rows in steps.
-            folder: of the adapter.
             identity: of the files that rank 0 has.
         """
         given = number, folder, identity
@@ -163,7 +155,6 @@ class OwnAdapters:
         self._done(number, problem, num_bytes=0, ended=ended)
 
     def remove(self, number: int) -> None:
-        """Take an adapter off."""
         self._loading.pop(number, None)
         if self._loaded is not None:  # else its model went while it was being loaded
             self._loaded.remove(number)

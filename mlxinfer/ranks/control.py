@@ -140,7 +140,6 @@ def gather(
 
     Args:
         listener: where they come.
-        secret: that they know.
         own: rank 0's.
         within_s: seconds that they may take.
         check: called several times a second; may raise.
@@ -210,7 +209,6 @@ class _Door:
             self.proven.put((connection, hello))
 
     def close(self) -> None:
-        """Refuse all that are not proven, and those that came too late."""
         for connection in list(self._strangers):
             connection.close()
         while not self.proven.empty():

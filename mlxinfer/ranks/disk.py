@@ -20,7 +20,6 @@ class OtherDisks(FollowerDisks):
     """The disks of the other ranks, as rank 0 sees them.
 
     Args:
-        others: the way to them.
         form: what their parts are: "parts of 2 ranks".
     """
 
@@ -74,9 +73,6 @@ class OtherDisks(FollowerDisks):
 class OwnDisk:
     """The disk of a rank that follows, by the orders of rank 0.
 
-    Args:
-        rank: this one.
-
     Attributes:
         held: payloads by key, which the next step may put into pages.
     """
@@ -124,7 +120,6 @@ class OwnDisk:
         return held
 
     def close(self, timeout_s: float) -> None:
-        """Stop the writer."""
         self.held = {}
         if self._tier is not None:
             self._tier.close(timeout_s)

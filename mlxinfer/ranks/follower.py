@@ -45,14 +45,11 @@ log = logging.getLogger("mlxinfer.ranks")
 
 
 class _InFlight:
-    """The last step that was launched."""
-
     def __init__(self, computed: Computed, arrays: list[mx.array]) -> None:
         self.num_rows = 0 if computed.logits is None else len(computed.logits)
         self._arrays = arrays
 
     def wait(self) -> None:
-        """Return when it is done and MLX holds none of its inputs."""
         finish(self._arrays)
 
 
@@ -150,7 +147,6 @@ class Follower:
     # -- on the thread that owns MLX ------------------------------------------------------------
 
     def _form(self) -> None:
-        """Form the group of MLX: all ranks are there."""
         self._link = GroupLink(join_group(self._place))
         log.info("rank %d of %d has joined", self._place.rank, self._place.size)
 
@@ -160,10 +156,7 @@ class Follower:
         """Load this rank's part of a model; `Loaded` answers.
 
         Args:
-            number: of such orders so far.
-            name: of the model.
             folder: of the checkpoint on rank 0's machine.
-            dtype: of activations.
             pipeline: whether ranks have layers, rather than parts of every layer.
             digest: of the checkpoint's files, see `digest_of`.
         """
@@ -264,7 +257,6 @@ class Follower:
         self._kernels.leave_out(kinds)
 
     def _extend(self, extents: Sequence[int]) -> None:
-        """Note how many pages of each layer group are handed out."""
         for group, extent in zip(self._running.cache.groups, extents, strict=True):
             group.allocator.extent = extent
 
@@ -289,7 +281,6 @@ class Follower:
         self._say(messages.DiskDone(number, [] if self._disk.flush(timeout_s) else [0]))
 
     def _resize(self, num_pages: list[int]) -> None:
-        """Limit the pages of each layer group: adapters take memory, or give it back."""
         for group, count in zip(self._running.cache.groups, num_pages, strict=True):
             group.allocator.resize(count)
 

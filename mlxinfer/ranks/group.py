@@ -49,7 +49,6 @@ class RankGroup(Followers):
 
     Args:
         place: this process, as rank 0.
-        secret: that all ranks know.
         local: ranks that this process starts itself; None: others do.
         step_s: seconds that a step may take.
         check: called several times a second while the others are awaited; may raise.
@@ -188,7 +187,6 @@ class RankGroup(Followers):
         Args:
             room: on this machine, beside so many bytes of weights and the adapters of one rank.
             own_bytes: of this rank's weights, with those of a draft that it has alone.
-            adapter_bytes: that each rank keeps for adapters.
         """
         others = [one.weights_bytes + adapter_bytes for one in self.loaded]
         if self._local is not None:  # all are on this machine
@@ -273,7 +271,6 @@ class RankGroup(Followers):
         self._tell("resize", list(num_pages))
 
     def leave_out(self, kinds: Collection[str], faulty: str) -> None:
-        """Let no rank use these kinds of kernels, nor, for good, the faulty one."""
         self._tell("leave_out", list(kinds), faulty)
 
     def reset(self, error: BaseException) -> None:
@@ -306,7 +303,6 @@ class RankGroup(Followers):
         return self.failure
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: steps and the tokens computed in them, bytes of this rank by kind."""
         return {
             "ranks": self.place.size,
             "steps": self._num_steps,
@@ -425,7 +421,6 @@ class RankGroup(Followers):
 
 
 def _no_answers() -> dict[type, queue.SimpleQueue[Any]]:
-    """The answers of other ranks by kind, all empty."""
     kinds = (messages.Loaded, messages.Ready, messages.AdapterDone, messages.DiskDone)
     return {kind: queue.SimpleQueue() for kind in kinds}
 

@@ -36,7 +36,6 @@ class Place:
 
 
 def _wrong(problem: str) -> InvalidRequestError:
-    """Return the error of a host file, or of an address."""
     return InvalidRequestError(problem, param="hostfile")
 
 

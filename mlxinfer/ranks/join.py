@@ -26,7 +26,6 @@ log = logging.getLogger("mlxinfer.ranks")
 
 
 def hello_of(place: Place) -> Hello:
-    """The introduction of this process to other ranks."""
     version = f"mlxinfer {installed('mlxinfer')}, MLX {installed('mlx')}"
     return Hello(place.rank, place.size, version, os.getpid(), place.ring)
 
@@ -136,7 +135,6 @@ class GroupLink:
         self.received: Counter[str] = Counter()
 
     def sum(self, x: mx.array, of: Summand) -> mx.array:
-        """The sum of every rank's x."""
         num_bytes = 2 * (self.size - 1) * x.nbytes // self.size
         self.sent[of] += num_bytes
         self.received[of] += num_bytes
@@ -185,7 +183,6 @@ class GroupLink:
         return mx.distributed.send(x, to, group=self._group, stream=self._sending)
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """The array that the rank before sends."""
         source = (self.rank - 1) % self.size
         hidden = mx.distributed.recv(
             shape, dtype, source, group=self._group, stream=self._receiving

@@ -64,7 +64,6 @@ def _names(kind: type) -> list[str]:
 
 
 def _row(part: Any) -> list[Any]:
-    """The fields of a part of a step, but for those APART."""
     return [getattr(part, name) for name in _names(type(part))]
 
 
@@ -88,8 +87,6 @@ STEP_BODY: Any = GenericAlias(
 
 @dataclass(slots=True)
 class _Sent:
-    """A page table that the other side has."""
-
     table: "ref[PageTable]"
     number: int
     num_changes: int
@@ -109,7 +106,6 @@ class StepWriter:
         self.num_steps = 0
 
     def message(self, step: StepInputs, extents: list[int]) -> StepMessage:
-        """The message of a step, given the extents of the layer groups' pages."""
         self.num_steps += 1
         short = [self._short_part(i, part) for i, part in enumerate(step.segments.short)]
         self._short = step.segments.short
@@ -136,7 +132,6 @@ class StepWriter:
         return self._number(value) if type(value) is PageTable else _bytes(value)
 
     def _number(self, table: PageTable) -> int:
-        """The number of a table on the other side, after what changed of it was noted."""
         sent = self._sent.get(id(table))
         if sent is None:
             sent = self._new(table)
@@ -164,7 +159,6 @@ class StepWriter:
         sent.num_changes, sent.length = table.num_changes, start + len(pages)
 
     def _changed(self) -> tuple[list[TableChange], list[int]]:
-        """Changes and numbers of dropped tables that were noted since the last message."""
         noted = self._changes, self._dropped
         self._changes, self._dropped = [], []
         return noted
@@ -197,7 +191,6 @@ class StepReader:
         return _of_row(StepInputs, rest, segments=segments, work=_work_of(work, held))
 
     def work(self, message: WorkMessage, held: Mapping[bytes, memoryview]) -> CacheWork:
-        """The work of a message without a step."""
         self._change(message)
         work = _work_of(self._work.decode(message.body), held)
         self._drop(message)

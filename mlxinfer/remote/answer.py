@@ -28,11 +28,7 @@ _CLASSES = {  # by code; of several with one code the first
 
 
 class RemoteAnswer:
-    """The answer to one request, event by event. The last step has the Result.
-
-    Args:
-        index: of the steps.
-    """
+    """The answer to one request, event by event. The last step has the Result."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -97,7 +93,6 @@ class RemoteAnswer:
         return AnswerStep(self._index, Delta(parts=ends, result=result))
 
     def _ends_of_calls(self) -> list[ToolCallDelta]:
-        """The last piece of each call: cut, where its arguments are no whole JSON."""
         arguments: dict[int, str] = {}
         for part in self._parts:
             if isinstance(part, ToolCallDelta):
@@ -117,7 +112,6 @@ def _is_json(text: str) -> bool:
 
 
 def error_of(said: Any, status: int | None) -> errors.MlxinferError:
-    """The exception for the error that a server names, of the class that it has there."""
     fields = said if isinstance(said, dict) else {}
     message = str(fields.get("message") or said)
     if status == 401:
@@ -152,7 +146,6 @@ def _parts(choice: dict[str, Any]) -> list[Part]:
 
 
 def _logprobs(choice: dict[str, Any]) -> list[float]:
-    """The log-probabilities of the tokens of one event: a completion's, or a chat's."""
     logprobs = choice.get("logprobs") or {}
     of_chat = [entry["logprob"] for entry in logprobs.get("content") or ()]
     return of_chat + (logprobs.get("token_logprobs") or [])
@@ -168,7 +161,6 @@ def _progress(given: dict[str, Any]) -> PromptProgress:
 
 
 def _timing(given: dict[str, Any]) -> Timing:
-    """Times of the engine, from llama.cpp's names."""
     queued_s, prefill_s, decode_s = (
         (given.get(name) or 0.0) / 1e3 for name in ("queued_ms", "prompt_ms", "predicted_ms")
     )

@@ -29,7 +29,6 @@ def served_name(url: str, model: str) -> str | None:
     """The name by which a server has a model; None: it has not.
 
     Args:
-        url: of the server.
         model: its name or alias there, the repository that it came from, or a folder of this
             machine, if the server is on it too.
 

@@ -21,7 +21,6 @@ class RemoteRequests:
     """Reads inputs into requests of OpenAI's API.
 
     Args:
-        model: name of the server's model.
         chat_params: the model's own values for conversations; None: the server's defaults hold.
     """
 
@@ -102,7 +101,6 @@ class TokenizeRequests(RemoteRequests):
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages with their pictures and videos as data: URLs."""
     plain, images = read_messages(messages)
     waiting = iter(images)
     for message in plain:
@@ -139,7 +137,6 @@ def _values(given: Input, default: SamplingParams) -> dict[str, Any]:
 
 
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams in the API's words."""
     fields = dict(values)
     for name in FUNCTIONS:
         if fields.pop(name, None):

@@ -62,7 +62,6 @@ class RemoteInfo:
 
     @property
     def summary(self) -> str:
-        """One short line."""
         return f"at {self.url}"
 
 
@@ -84,9 +83,6 @@ class RemoteSession(ModelSession):
         api_key: None: MLXINFER_API_KEY.
         served_model: name or alias; None: the first.
         watch: is called with the bytes of weights that the server has loaded, and of all.
-
-    Attributes:
-        info: what the server says of the model.
 
     Raises:
         InvalidRequestError: no address.
@@ -110,7 +106,6 @@ class RemoteSession(ModelSession):
             self.chat_params = SamplingParams(max_tokens=None, **card["chat_sampling"])
 
     def _loaded(self, name: str, watch: Watch) -> dict[str, Any]:
-        """Let the server load a model, and return its entry."""
         path = f"/v1/models/{quote(name, safe='')}"
         while True:
             try:
@@ -128,7 +123,6 @@ class RemoteSession(ModelSession):
         return RemoteAnswers(self, list(map(requests.request_of, inputs)))
 
     def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
-        """The token ids of an input, as the server makes them."""
         path, body = TokenizeRequests(self.info.name, self.chat_params).request_of(given)
         return EncodedPrompt(self.ask(path, body)["tokens"])
 
@@ -245,7 +239,6 @@ class RemoteAnswers:
 
     Args:
         session: sends the requests.
-        requests: in the order of the steps' indices.
     """
 
     def __init__(self, session: RemoteSession, requests: Sequence[Request]) -> None:
@@ -311,7 +304,6 @@ class RemoteAnswers:
 
 
 def _chosen(url: str, reply: Any, name: str | None) -> dict[str, Any]:
-    """The entry of the model of this name or alias, or the first."""
     try:
         models = {entry["id"]: entry for entry in reply["data"]}
         names = {alias: m for m in models.values() for alias in m.get("aliases") or ()} | models

@@ -32,7 +32,6 @@ UNIT = np.array([2**-24], np.float32)
 
 
 def padded_width(vocab_size: int) -> int:
-    """Columns of a padded row: whole blocks, and more than the vocabulary has tokens."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
@@ -125,7 +124,6 @@ def uniforms(streams: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[
 
 
 def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the generator's states into random bits, in place."""
     z ^= z >> SHIFT_1
     z *= MIX_1
     z ^= z >> SHIFT_2

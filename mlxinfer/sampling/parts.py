@@ -24,14 +24,10 @@ class SamplerSlot:
     """One running request, as the sampler knows it.
 
     Args:
-        params: its settings.
-        prompt_ids: its prompt.
-        output_ids: its answer so far.
         stop_ids: the tokens that end the answer.
         breakers: tokens over which no repetition reaches, for DRY.
 
     Attributes:
-        parts: that it needs.
         memories: the request's tokens as each part needs them; each has `append(token_id)`.
     """
 
@@ -155,7 +151,6 @@ class History:
         self._tokens = TokenBuffer([*prompt_ids, *output_ids])
 
     def append(self, token_id: int) -> None:
-        """Add one token of the answer."""
         self._tokens.append(token_id)
 
     def before(self, count: int, recent: mx.array | None) -> mx.array:
@@ -198,7 +193,6 @@ def choose(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 def repetition_memory(
     slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]
 ) -> TokenBuffer:
-    """The tokens of prompt and answer that the repetition penalty looks at."""
     window = slot.params.repetition_window
     return TokenBuffer([*prompt_ids, *output_ids], last=None if window < 0 else window)
 
@@ -219,7 +213,6 @@ def repetition(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 
 
 def occurrences(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
-    """Subtract the frequency penalty per occurrence in the answer, the presence penalty once."""
     tokens = _tokens(rows, turn)
     ids = mx.where(tokens >= 0, tokens, rows.spare)
     place = mx.arange(len(rows.slots))[:, None]
@@ -297,7 +290,6 @@ def _bias_table(rows: PartRows) -> BiasTable:
 
 
 def repeats(slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Repeats:
-    """The tokens of prompt and answer, and what the newest ones repeat."""
     return Repeats([*prompt_ids, *output_ids], slot.breakers)
 
 

@@ -55,7 +55,6 @@ class LogprobArrays:
         Args:
             logits: (R, V) as the model gave them.
             tokens: (R,) int32 the chosen ones.
-            asked: as the field.
         """
         places = mx.array(list(asked), mx.int32)
         rows = pad_rows(logits[places])  # (A, width)
@@ -174,7 +173,6 @@ class Sampler:
     request gets does not depend on the slots or on the other rows of its batches.
 
     Args:
-        vocab_size: of the model.
         proposes: draw proposals for rejection sampling: with random numbers of their own, and keep
             the weights that they are drawn with.
     """
@@ -200,7 +198,6 @@ class Sampler:
         return uses
 
     def reset(self) -> None:
-        """Forget all requests."""
         self._slots: dict[int, SamplerSlot] = {}
         self._memories: dict[int, list[Any]] = {}  # by slot, where there are any
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}
@@ -218,8 +215,6 @@ class Sampler:
 
         Args:
             slot: not in use.
-            params: checked against the vocabulary.
-            prompt_ids: its prompt.
             output_ids: its answer so far; not empty where it resumes.
             stop_ids: the tokens that end it, forbidden before params.min_tokens.
             breakers: tokens that no repetition reaches over, for DRY.
@@ -233,7 +228,6 @@ class Sampler:
         self._plans.clear()
 
     def remove(self, slot: int) -> None:
-        """Forget the request of this slot."""
         self._slots.pop(slot, None)
         self._memories.pop(slot, None)
         self._plans.clear()

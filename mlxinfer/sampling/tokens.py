@@ -15,7 +15,6 @@ class TokenBuffer:
     Args:
         ids: the first of them.
         last: only the newest so many are kept; None: all are.
-        dtype: of the array.
     """
 
     __slots__ = ("_last", "_room", "_stop")

@@ -19,7 +19,6 @@ class WaitingCall:
     """The requests of one call that wait.
 
     Attributes:
-        tenant: whose places they take.
         tokens: request -> tokens of its prompt, of those that still wait.
         give_up: ends the call with an error: its places went to others.
         is_whole: none of its requests has a token yet.
@@ -57,7 +56,6 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait."""
         return sum([len(call.tokens) for call in self._calls])
 
     def require_place(self, tenant: Tenant) -> None:

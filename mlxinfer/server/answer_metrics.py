@@ -17,10 +17,8 @@ class AnswerMetrics:
     """Counts what becomes of answers; it watches them (`session.answers.AnswerWatcher`).
 
     Args:
-        answers: of one call.
         metrics: of their model, and of their key.
         note_reuse: keeps a record of what the first prompt reused, if its engine says that.
-        records: of which it is one.
         leave_queue: is called with the index of an answer that waits for no first token any more.
 
     Attributes:
@@ -46,7 +44,6 @@ class AnswerMetrics:
         self._of_key.num_waiting += len(self._open)
 
     def record(self, index: int, event: TokenEvent) -> None:
-        """Count the token of an event, if it has one."""
         if event.prompt_tokens:
             return
         if event.token_id is None:
@@ -83,7 +80,6 @@ class AnswerMetrics:
             log.debug("prompt reuse", extra={"request_id": self.reuse.request_id, **fields})
 
     def end(self, index: int, reason: str, result: Result | None) -> None:
-        """Count the end of an answer, with its result if it is complete."""
         if index not in self._open:
             return
         self._open.discard(index)

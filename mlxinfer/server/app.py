@@ -117,7 +117,6 @@ class App:
     """Finds the route of a request, checks the request, and answers it; errors become replies.
 
     Args:
-        service: answers.
         routes: no two of them with one method and path; those of the page's files are added,
             and one that describes them.
     """
@@ -199,7 +198,6 @@ class App:
         return route
 
     def _methods(self, path: str) -> tuple[dict[str, Route], dict[str, str]]:
-        """The routes of a path by method, and the values of the path's parameters."""
         if path in self._exact:
             return self._exact[path], {}
         for pattern, methods in self._patterns.items():

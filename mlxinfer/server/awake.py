@@ -58,7 +58,6 @@ class Awake:
             self._command = ()
 
     def close(self) -> None:
-        """Let the machine sleep."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -74,18 +74,11 @@ class Call(Exchange):
 
     It is a context manager: it ends the answers that its handler began.
 
-    Args:
-        service: answers it.
-        scope: of the connection.
-        send: of the connection.
-        form: of the API's errors.
-
     Attributes:
         id: of the answer; never the same twice.
         key: name of the API key; None: the server has none.
         created_s: seconds since 1970.
         path_params: values of the parameters in the path of its route.
-        answers: that it has begun.
     """
 
     def __init__(self, service: ServerState, scope: Scope, send: Send, form: ErrorForm) -> None:
@@ -252,7 +245,6 @@ class Call(Exchange):
         """Begin the answers to the inputs that `read` gives; they end with the call at the latest.
 
         Args:
-            model: generates them.
             read: translates the body; called in a worker thread.
 
         Raises:
@@ -271,7 +263,6 @@ class Call(Exchange):
         return answers
 
     def report_skipped(self, names: Sequence[str]) -> None:
-        """Name the fields without effect in the log and in a header of the reply."""
         if not names:
             return
         before = [self.log["skipped"]] if "skipped" in self.log else []
@@ -408,7 +399,6 @@ class Call(Exchange):
         """The tokens that a model read, and its vectors or scores.
 
         Args:
-            model: gives them.
             read: encodes the input; called in a worker thread.
 
         Raises:
@@ -453,8 +443,6 @@ class Call(Exchange):
         """The frames of a stream as the answers' steps arrive.
 
         Args:
-            answers: are read to their end.
-            write: the frames of a step.
             idle: the frame after a silence: an event of the API. Codex ends a stream that sends
                 only comments for some minutes, and clients of Ollama's API know no comments.
         """

@@ -108,7 +108,6 @@ class ServerConfig:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can connect."""
         return all(map(is_loopback, self.hosts))
 
 
@@ -124,7 +123,6 @@ def network_of(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is a loopback address."""
     if host == "localhost":
         return True
     try:

@@ -42,15 +42,11 @@ class Exchange:
     """A request and the reply to it, from its headers to its line in the log.
 
     Args:
-        scope: of the connection.
-        send: of the connection.
-        form: of the API's errors.
         send_timeout_s: a client that takes a message for longer counts as disconnected.
 
     Attributes:
         request_id: in the log and in the x-request-id header; clients may choose it.
         log: what the access log shall say of it; never text of prompts or answers.
-        headers: of every reply to it.
         status: of the reply, once it has begun.
     """
 
@@ -122,7 +118,6 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": reply.content, "more_body": False})
 
     async def send(self, message: Message) -> None:
-        """Pass a message on, the first one with the headers that every reply carries."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message["headers"], *self.headers]

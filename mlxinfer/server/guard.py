@@ -113,7 +113,6 @@ def check_host(scope: Scope, config: ServerConfig) -> None:
 
 
 def cors_headers(scope: Scope, config: ServerConfig) -> Headers:
-    """CORS headers of an answer to a page of an allowed origin."""
     origin = _value(scope, b"origin")
     if origin is None or not _is_allowed(origin, config):
         return []
@@ -131,7 +130,6 @@ def _value(scope: Scope, name: bytes) -> str | None:
 
 
 def _is_ours(name: str, config: ServerConfig) -> bool:
-    """Whether the server answers to a host name or address, in lower case."""
     if name in LOCAL:
         return True
     if name in (*map(_bracketed, config.hosts), *map(str.lower, config.allowed_hosts)):
@@ -168,6 +166,5 @@ def _is_address(name: str) -> bool:
 
 
 def is_open_metrics(scope: Scope, config: ServerConfig) -> bool:
-    """Whether a request for /metrics comes from this machine and needs no key."""
     client = scope.get("client")
     return config.open_metrics and client is not None and is_loopback(client[0])

@@ -163,7 +163,6 @@ def decode(body: bytes, kind: type[B], place: str = "") -> B:
 
 
 def _take_tables(value: RequestBody, given: Mapping[str, msgspec.Raw]) -> None:
-    """Refuse the refused fields of a body, and take the values of its aliases."""
     for name, neutral in value.refused.items():
         if name in given:
             refuse(name, _decoded(given[name], Any, name), neutral)
@@ -284,7 +283,6 @@ class File:
 
 
 def encode(value: Any) -> bytes:
-    """Return the JSON of structs and plain data."""
     return _encoder.encode(value)
 
 
@@ -391,7 +389,6 @@ def error_reply(shown: MlxinferError, form: ErrorForm) -> Body:
 
 
 def clipped_message(error: MlxinferError) -> str:
-    """The message of an error, at most MAX_MESSAGE_CHARS of it."""
     message = str(error)
     return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
 

@@ -45,7 +45,6 @@ class ApiKeys:
 
     @property
     def all(self) -> tuple[ApiKey, ...]:
-        """The keys of now."""
         self._follow_file()
         return self._keys
 
@@ -65,7 +64,6 @@ class ApiKeys:
         A key of the file administers the server only with `admin = true`.
 
         Args:
-            tables: of the file.
             place: of the file, for messages.
 
         Raises:
@@ -83,10 +81,6 @@ class ApiKeys:
         """The same keys and those of a file, which is read again when it changes.
 
         If the new file is wrong or has no key, that is logged, and the keys from before stay.
-
-        Args:
-            path: of the file.
-            read: gives its tables.
 
         Raises:
             as `with_named` and `read`.
@@ -128,7 +122,6 @@ class ApiKeys:
         return owners.get(owner, owner_named(owner))
 
     def share_of(self, key: ApiKey) -> float:
-        """The part that a key has, by weight, of what all keys share."""
         return key.weight / sum(other.weight for other in self.all)
 
     def weight_of(self, owner: str) -> float:

@@ -50,7 +50,6 @@ class StderrLines(logging.Handler):
         self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line, at once."""
         try:
             print(self._line(record), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # stderr was closed: that must not end a request
@@ -90,7 +89,6 @@ def text_line(record: logging.LogRecord) -> str:
 
 
 def extras(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields that a log call added to its message."""
     return {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
 
 
@@ -112,7 +110,6 @@ class RecentProblems(logging.Handler):
         self._lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
         said = vars(record)
         message = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:

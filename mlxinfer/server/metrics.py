@@ -199,7 +199,6 @@ class KeyMetrics:
     waited_s: float = 0.0  # by these, together
 
     def shown(self) -> dict[str, float | None]:
-        """The numbers for the dashboard."""
         return {
             "running": self.num_running,
             "waiting": self.num_waiting,
@@ -254,7 +253,6 @@ class RequestMetrics:
             self.sums[name] += value
 
     def finish(self, reason: str, result: Result | None) -> None:
-        """Count a request that has ended, with its times if it was answered."""
         self.finished[reason] += 1
         if result is None:
             return
@@ -301,7 +299,6 @@ class EngineStats:
             return None
 
     async def all(self, models: ModelRegistry) -> dict[str, dict[str, Any]]:
-        """The stats of the loaded models that answer in time, by name."""
         running = models.running()
         stats = await asyncio.gather(*map(self.soon, running))
         return {m.name: v for m, v in zip(running, stats, strict=True) if v is not None}
@@ -319,7 +316,6 @@ class ServerMetrics(Collector):
     limit_bytes: int  # memory budget of all models
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)

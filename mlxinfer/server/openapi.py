@@ -39,7 +39,6 @@ def route_of(routes: Iterable[Route]) -> Route:
 
 
 def document(routes: Iterable[Route]) -> Plain:
-    """The OpenAPI document of these routes."""
     routes = tuple(routes)
     kinds = list(dict.fromkeys(kind for route in routes if (kind := body_of(route)) is not None))
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
@@ -102,7 +101,6 @@ def _operation(route: Route, schemas: dict[type[RequestBody], Plain]) -> Plain:
 
 
 def _add_aliases(schema: Plain, kind: type[RequestBody]) -> None:
-    """Add the names that other servers have for fields of a body."""
     for alias, name in kind.aliases.items():
         if name in schema["properties"]:
             same = {**schema["properties"][name], "description": f"The same as {name}."}

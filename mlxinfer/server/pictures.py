@@ -61,7 +61,6 @@ def fetch_picture(url: str, place: str) -> bytes:
 
     Args:
         url: from a request.
-        place: the field that errors name.
 
     Raises:
         PictureError: the URL leads to an address that is not public, to something that is no
@@ -138,7 +137,6 @@ class _PinnedConnection(http.client.HTTPConnection):
 
 
 def _get(url: SplitResult, deadline: float, place: str) -> bytes | str:
-    """The data of a picture, or the address of a redirect."""
     if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
         raise _refused("is no http URL, or has a name and a password in it", place)
     port = url.port or (443 if url.scheme == "https" else 80)

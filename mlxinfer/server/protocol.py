@@ -68,7 +68,6 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
     _opened_s = 0.0  # event-loop time
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected."""
         super().connection_made(transport)
         max_header_bytes = self.config.h11_max_incomplete_event_size
         assert max_header_bytes is not None  # set in run.py
@@ -88,7 +87,6 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
         return memoryview(self._buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handle bytes that were read into the buffer."""
         self.data_received(bytes(memoryview(self._buffer)[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
@@ -103,7 +101,6 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._listen_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has disconnected."""
         self._stop_waiting()
         super().connection_lost(exc)
 

@@ -78,9 +78,7 @@ class ReuseRecords:
 
         Args:
             id: of its answer.
-            request_id: of the log.
             created_s: seconds since 1970.
-            model: that answers.
             request: has begun.
         """
         reuse = request.reuse
@@ -121,7 +119,6 @@ class ReuseRecords:
         return [record.shown for record in reversed(self._of.get(owner, ()))]
 
     def find(self, owner: str | None, id: str) -> Plain | None:
-        """The last request of an owner with this id, of its answer or of the log."""
         for record in reversed(self._of.get(owner, ())):
             if id == record.request_id or id.rpartition("-")[2] == record.id:
                 return record.shown
@@ -153,8 +150,6 @@ def explain(
     """Why no more of a prompt was reused: cause, message, position, and words that differ.
 
     Args:
-        record: of the request.
-        reuse: as its engine saw it.
         earlier: requests of the same owner, oldest first.
         decode: token ids -> text.
     """
@@ -196,7 +191,6 @@ def _nearest(
 
 
 def _shares(record: Record, other: Record) -> bool:
-    """Whether two requests of one owner could share pages."""
     return record.namespace == other.namespace and record.session() is other.session()
 
 

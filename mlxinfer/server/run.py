@@ -35,9 +35,7 @@ class Server(uvicorn.Server):
 
     Args:
         service: models and requests; closed at the end.
-        listeners: bound sockets.
         on_ready: called once clients can connect.
-        routes: of the app.
     """
 
     def __init__(
@@ -156,7 +154,6 @@ class Server(uvicorn.Server):
 
 
 def max_open_connections() -> int:
-    """Connections for which this process has file descriptors, beside its other files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else max(soft - OTHER_FILES, soft // 2)
 

@@ -48,8 +48,6 @@ class Readiness:
     """Checks the loaded models; loads none.
 
     Args:
-        models: of the server.
-        engine_stats: reads the engines' step counters.
         deadline_s: seconds in which a model must generate a token or finish steps.
     """
 
@@ -93,7 +91,6 @@ class Readiness:
         return health
 
     async def _progress(self, model: ServedModel) -> None:
-        """Wait until the model has computed something new."""
         before = await self._engine_stats.of(model)
         idle = not _is_busy(before)
         work = model.session.canary() if idle else asyncio.sleep(2 * self._deadline_s)
@@ -202,7 +199,6 @@ class ServerState:
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
-        """End the threads and the models."""
         self.awake.close()
         self.workers.close()
         self.long_workers.close()

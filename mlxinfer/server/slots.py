@@ -35,7 +35,6 @@ class ServedModel:
         defaults: sampling values for fields that a request leaves out: those of the model's
             generation_config.json, or else OpenAI's, such as temperature 1.
         session: of a model for vectors or scores it is a PoolingSession, which refuses the rest.
-        adapter: that requests by this name use.
         reasoning_effort: of conversations that say nothing of it; None: the chat template's own.
     """
 
@@ -73,7 +72,6 @@ class ServedModel:
         )
 
     def with_adapter(self, adapter: str) -> "ServedModel":
-        """The model as it is for requests that name an adapter."""
         return replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
 
     @property
@@ -98,7 +96,6 @@ class ServedModel:
 
     @property
     def capabilities(self) -> dict[str, bool]:
-        """The abilities of the model that requests may use."""
         can = self.session.capabilities
         return {name: name in can for name in CAPABILITIES}
 
@@ -137,7 +134,6 @@ class RegistryEntry:
     """One model that a server may load.
 
     Attributes:
-        name: that requests and answers use.
         load: makes the model run within so many bytes, weights and KV cache together (the cache
             alone has `kv_bytes`, where that is given); called off the event loop.
         weights_bytes: as its files say. The true size is known once it was loaded.
@@ -148,8 +144,6 @@ class RegistryEntry:
         ttl_s: seconds without a request after which it is unloaded; None: never.
         created_s: seconds since 1970.
         source: a repository, a folder or a bundled name by which the model was asked for.
-        folder: of the model.
-        kv: options of its KV cache.
         adapters: that it has from its first load on: name -> folder.
         stop: makes a load that is under way raise soon, and all later ones: the server ends.
         progress: of the last load.
@@ -255,7 +249,6 @@ class ModelSlot:
 
     @property
     def need_bytes(self) -> int:
-        """Bytes that the model takes when it is loaded."""
         return self.weights_bytes + self.kv_bytes
 
     @property
@@ -314,7 +307,6 @@ class ModelSlot:
         )
 
     def stuck(self) -> OverloadedError:
-        """The error of requests to a model that does not end."""
         return OverloadedError(
             f"The model {self.entry.name} is stuck while it is unloaded.",
             retry_after_s=BUSY_RETRY_S,
@@ -363,7 +355,6 @@ def _common_share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
 
 
 def _beside(slots: Sequence[ModelSlot], one: ModelSlot) -> list[ModelSlot]:
-    """The pinned models and this one, which have to fit into memory together."""
     return [slot for slot in slots if slot.pinned or slot is one]
 
 

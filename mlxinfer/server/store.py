@@ -78,7 +78,6 @@ class RunningResponse:
         self._news = asyncio.Event()
 
     def end(self) -> None:
-        """No further event comes."""
         self._ended = True
         self.add(b"")
 
@@ -97,7 +96,6 @@ class RunningResponse:
                     yield KEEP_ALIVE
 
     async def cancel(self) -> None:
-        """End the response where it is, and wait until it is stored."""
         assert self.task is not None
         if self.response["status"] in ("queued", "in_progress"):
             self.response["status"] = "cancelled"
@@ -118,7 +116,6 @@ class ResponseStore:
 
     Args:
         path: of the file; its folder is made. None: in memory.
-        max_bytes: of requests and responses together.
         max_age_s: seconds since a response was last used, by itself or through a later one.
         weight_of: weight of the share of an owner.
         clock: seconds since 1970.

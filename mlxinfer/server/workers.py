@@ -61,7 +61,6 @@ class Workers:
 
     @property
     def num_pending(self) -> int:
-        """Functions that run or wait."""
         return self._running.total() + len(self._turns)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

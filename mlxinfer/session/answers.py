@@ -71,9 +71,7 @@ class Answer:
     one is allowed. The finish reason is then STOP. All other finish reasons come from the engine.
 
     Args:
-        request: the request whose events are pushed.
         new_stream: makes the TextStream that turns the tokens into text.
-        prompt: the prompt of the request.
         attempts: makes the request again if the complete answer breaks a schema; None: it is not
             checked.
         prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
@@ -139,14 +137,12 @@ class Answer:
         return True
 
     def watched(self, listener: "Listener") -> "Listener":
-        """The listener of the request, behind those of its parts."""
         for part in (self.guard, self.prompt_scores):
             listener = listener if part is None else part.watched(listener)
         return listener
 
     @property
     def num_attempts(self) -> int:
-        """Requests so far, with the running one."""
         return 1 if self.attempts is None else self.attempts.num
 
     @property
@@ -240,12 +236,9 @@ class Answers:
     before an error are yielded before it is raised.
 
     Args:
-        engine: runs the requests.
-        answers: one for each index of the steps.
         owner: the session. The reference keeps the model open as long as its answers are read.
 
     Attributes:
-        answers: as given.
         abort: ends all of the requests; may be called on any thread.
 
     Raises (by every way to read them):
@@ -285,7 +278,6 @@ class Answers:
 
     @property
     def usage(self) -> Usage:
-        """Token counts so far."""
         firsts = {id(answer.request.prompt_ids): answer for answer in reversed(self.answers)}
         done = [first.result for first in firsts.values() if first.result is not None]
         return Usage(
@@ -423,7 +415,6 @@ class Answers:
         self._timer = loop.call_at(due_s, self._watch_silence, keep_alive_s)
 
     def _take_all(self, events: Sequence[TokenEvent]) -> tuple[list[AnswerStep], Exception | None]:
-        """The steps of events up to the first error, and that error."""
         steps: list[AnswerStep] = []
         try:
             for event in events:

@@ -123,8 +123,6 @@ def with_images(messages: Sequence[Message], images: object, videos: object = ()
     """The messages with pictures and videos before the text of the last one of the user.
 
     Args:
-        messages: of the conversation.
-        images: pictures.
         videos: behind these, each a file or a list of frames.
 
     Raises:
@@ -132,9 +130,9 @@ def with_images(messages: Sequence[Message], images: object, videos: object = ()
     """
     for name, given in (("images", images), ("videos", videos)):
         if not isinstance(given, list | tuple):
-            what = "pictures" if name == "images" else "videos, each a file or a list of frames"
+            expected = "pictures" if name == "images" else "videos, each a file or a list of frames"
             raise InvalidRequestError(
-                f"{name} is {shown(given)}; expected a list of {what}.", param=name
+                f"{name} is {shown(given)}; expected a list of {expected}.", param=name
             )
     assert isinstance(images, list | tuple)
     assert isinstance(videos, list | tuple)

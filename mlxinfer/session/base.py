@@ -109,12 +109,7 @@ class ModelSession(Protocol):
 
 
 class LocalSession(ModelSession):
-    """A model whose engine runs in this process.
-
-    Attributes:
-        info: facts of the model.
-        engine: runs the requests.
-    """
+    """A model whose engine runs in this process."""
 
     info: "ModelInfo"
     engine: "Engine"
@@ -148,7 +143,6 @@ def deltas(answers: RunningAnswers, watch: PromptWatch | None = None) -> Iterato
     """The deltas of a single answer; leaving the loop ends the request.
 
     Args:
-        answers: of the input.
         watch: is called where the input asked for reports.
     """
     for steps in answers:

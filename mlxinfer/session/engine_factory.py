@@ -45,7 +45,6 @@ class ModelInfo:
 
     @property
     def summary(self) -> str:
-        """One short line."""
         bits = f", {self.quantization}" if self.quantization else ""
         alone = ", one sequence after another" if self.alone_because else ""
         kind = {"embed": f", vectors of {self.embedding_dim}", "score": ", scores"}
@@ -101,7 +100,6 @@ def open_engine(
     Args:
         name: of the model, for people.
         folder: with the checkpoint.
-        options: of the engine.
         owner: the engine is closed when this object is collected.
         watch: is called with the bytes of weights that are loaded, and with all of them.
 

@@ -32,8 +32,6 @@ class Guard:
         return replace(params, logits_processors=tuple(processors), sampler=sampler)
 
     def watched(self, listener: Callable[[TokenEvent], None]) -> Callable[[TokenEvent], None]:
-        """A listener that gets the error in place of the next event."""
-
         def watch(event: TokenEvent) -> None:
             error = self.error
             if error is not None:

@@ -80,7 +80,6 @@ class Input(ABC):
         prompt_logprobs: score the prompt's own tokens, and name so many of the most probable ones
             at each position; None: do not.
         pins: the KV cache of the prompt is evicted last.
-        place: the field that errors name.
         abandoned: says whether the caller has left. It is called while pictures are read.
 
     Raises:
@@ -117,7 +116,6 @@ class Input(ABC):
         """Let `reader` read this kind of input.
 
         Args:
-            reader: of the model.
             max_context: tokens of prompt and answer; a text that is certain to have more is refused
                 before it is encoded. None: nothing is refused.
         """
@@ -134,16 +132,13 @@ class Input(ABC):
 
     @property
     def has_pictures(self) -> bool:
-        """Whether pictures or videos have to be decoded."""
         return False
 
     @property
     def has_grammar(self) -> bool:
-        """Whether answers may be bound by a grammar that has to be compiled."""
         return self.constraint is not None or self.response_format is not None
 
     def without_earlier_pictures(self) -> Self:
-        """The input for a model that reads text only."""
         return self
 
     def with_effort(self, effort: str | None) -> Self:

@@ -386,7 +386,6 @@ class EngineOptions:
 
     @property
     def adapter_bytes(self) -> int:
-        """Memory kept for adapters."""
         if self.adapter_memory is None:
             return 0
         return parse_bytes(self.adapter_memory, param="adapter_memory")
@@ -433,7 +432,6 @@ class EngineOptions:
 
 
 def help_of(name: str) -> str:
-    """The text that explains an option of users."""
     return str(EngineOptions.__annotations__[name].__metadata__[0])
 
 

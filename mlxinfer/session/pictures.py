@@ -73,7 +73,6 @@ class PreparedPictures:
 
 
 def num_bytes(shown: Shown) -> int:
-    """Memory that the patches of a picture or a video take."""
     return sum([tile.patches.nbytes for picture in shown.pictures for tile in picture.tiles])
 
 
@@ -143,8 +142,6 @@ class PictureReader:
     """Reads the pictures and videos of conversations for one model.
 
     Args:
-        name: of the model.
-        processors: make them ready for it.
         max_tokens: of a picture; larger ones are scaled down.
         max_context: tokens that the model can read; 0: it sees no pictures.
     """
@@ -189,7 +186,6 @@ class PictureReader:
                 pictures so far exceed it, the rest is not loaded: each holds its patches.
             place: the field that an error about this names.
             abandoned: says whether the caller has left.
-            cache_salt: of the request.
 
         Raises:
             CancelledError: the caller has left.
@@ -259,14 +255,12 @@ def _sees_no_videos(model: str, place: str) -> UnsupportedFieldError:
 
 
 def _parts_of(message: Message) -> list[Message]:
-    """The parts of a message that are pictures and videos."""
     content = message.get("content")
     parts = content if isinstance(content, list) else ()
     return [part for part in parts if part.get("type") in ("image", "video")]
 
 
 def earlier_places(messages: Sequence[Message]) -> set[str]:
-    """Places of the pictures of earlier turns, and of those that a tool returned."""
     return {
         part["place"]
         for message in messages

@@ -32,7 +32,6 @@ class EmbedInput:
 
     @property
     def each(self) -> Sequence[Text]:
-        """The texts as a list, even if one text was given."""
         texts: Any = self.texts
         is_ids = bool(texts) and all(type(item) is int for item in texts)
         return [texts] if isinstance(texts, str) or is_ids else texts
@@ -45,7 +44,6 @@ class ScoreInput:
     Attributes:
         first, second: a text or several; one text goes with each of the other's.
         names: the fields of both, for errors about the number of texts.
-        place: the field that errors about one text name.
     """
 
     first: str | Sequence[str]
@@ -86,7 +84,6 @@ class ScoreInput:
 
     @property
     def pairs(self) -> tuple[list[str], list[str]]:
-        """Two lists of equal length: a first text and a second text for each pair."""
         one, two = _as_list(self.first), _as_list(self.second)
         count = max(len(one), len(two))
         return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)

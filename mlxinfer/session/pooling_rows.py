@@ -45,12 +45,9 @@ def encode_rows(
 
     Args:
         tokenizer: of the model.
-        texts: one for each row.
         pairs: the second text of each row; None: there is none.
-        max_tokens: of a row.
         truncate: a longer row loses tokens at its end, a pair at the end of its longer text;
             otherwise a longer row is refused.
-        param: names the texts in errors.
         special: add the tokens that the tokenizer puts around a text or a pair.
 
     Raises:
@@ -65,8 +62,8 @@ def encode_rows(
             param=param,
         )
     for index, text in enumerate(() if truncate else texts):
-        both = [text] if pairs is None else [text, pairs[index]]
-        _check_length(tokenizer, both, max_tokens, f"{param} {index}", param)
+        texts_of_pair = [text] if pairs is None else [text, pairs[index]]
+        _check_length(tokenizer, texts_of_pair, max_tokens, f"{param} {index}", param)
     rows: list[EncodedRow] = []
     for index, (first, second) in enumerate(_encoded(tokenizer, texts, pairs)):
         total = len(first.ids) + (0 if second is None else len(second.ids))
@@ -197,8 +194,6 @@ class RowBuilder:
     """Builds rows for one model. Safe to use from several threads.
 
     Args:
-        tokenizer: of the model.
-        pooling: how it reads texts.
         max_context: tokens of a row.
     """
 
@@ -225,7 +220,6 @@ class RowBuilder:
             texts: texts or lists of token ids.
             prompt: stands before each text.
             truncate: cut rows to so many tokens, or (True) to the model's limit; False: refuse.
-            param: names the texts in errors.
 
         Raises:
             InvalidRequestError: an item is no text, or has token ids beyond the vocabulary.
@@ -263,7 +257,6 @@ class RowBuilder:
         """Rows of a reranker: each query with its document.
 
         Args:
-            queries, documents: as many of each.
             instruction: what counts as a match, for models that read one; None: their own.
             truncate, param: see `texts`; the longer of the two loses tokens first.
 
@@ -329,7 +322,6 @@ class RowBuilder:
         cut: bool,
         param: str,
     ) -> list[TokenRow]:
-        """By the model's own template, which knows the roles of query and document."""
         rows = []
         for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
             messages: list[Mapping[str, Any]] = [
@@ -352,7 +344,6 @@ class RowBuilder:
         return rows
 
     def _shortened(self, text: str, num_tokens: int) -> str:
-        """A text without about so many tokens at its end."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self.tokenizer.decode(ids[: max(len(ids) - num_tokens, 0)])
 

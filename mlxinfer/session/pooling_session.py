@@ -98,7 +98,6 @@ class PoolingSession(LocalSession):
 
     @property
     def limits(self) -> PoolingLimits:
-        """The limits that requests must fit into."""
         limits: PoolingLimits = self.engine.limits
         return limits
 
@@ -114,7 +113,6 @@ class PoolingSession(LocalSession):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: there are no answers."""
         return frozenset()
 
     def require_vectors(self) -> None:
@@ -210,9 +208,9 @@ class PoolingSession(LocalSession):
     ) -> "Vectors":
         """Scores (N,) of pairs, from the vectors of the first texts and of the second ones."""
         rows, columns = places(first), places(second)  # of each text's row
-        one = vectors[[rows[text] for text in first]]
-        other = vectors[[len(rows) + columns[text] for text in second]]
-        return similarity(self.pooling.similarity, one, other)
+        first_vectors = vectors[[rows[text] for text in first]]
+        second_vectors = vectors[[len(rows) + columns[text] for text in second]]
+        return similarity(self.pooling.similarity, first_vectors, second_vectors)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         """Raise InvalidRequestError for a length that vectors cannot be cut to."""
@@ -273,7 +271,6 @@ class Pooled:
     """The result of one input, computed when `result` or `aresult` is called.
 
     Args:
-        engine: runs the request.
         request: for the rows of the input.
         finish: makes vectors or scores of what the model gives for the rows.
         owner: is referred to, so that the model stays as long.
@@ -348,7 +345,6 @@ def similarity(name: str, one: "Vectors", other: "Vectors") -> "Vectors":
 
 
 def places(texts: Sequence[str]) -> dict[str, int]:
-    """Each text, and its place among those that differ."""
     return {text: i for i, text in enumerate(dict.fromkeys(texts))}
 
 

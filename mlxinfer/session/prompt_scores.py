@@ -16,7 +16,6 @@ class PromptScores:
     The first token has no score.
 
     Args:
-        prompt_ids: the whole prompt.
         num_top: how many of the most probable tokens to name at each position.
 
     Attributes:
@@ -32,8 +31,6 @@ class PromptScores:
         self.ranks: list[int | None] = [None]
 
     def watched(self, listener: Callable[[TokenEvent], None]) -> Callable[[TokenEvent], None]:
-        """A listener that scores the logits of the prompt and does not pass them on."""
-
         def watch(event: TokenEvent) -> None:
             if event.prompt_logits is not None:
                 self.push(event.prompt_logits)

@@ -52,14 +52,10 @@ class RequestBuilder:
     """Builds the requests to one model. Safe to use from several threads.
 
     Args:
-        tokenizer: the model's tokenizer.
-        info: facts of the model.
         tool_format: how the model writes tool calls; "auto": found by its template and its tokens.
         pictures: reads the pictures of conversations; None: the model reads text only.
 
     Attributes:
-        tokenizer: as given.
-        pictures: as given.
         end_ids: tokens that end an answer.
         guidance: makes the grammars.
         reasoning: how the model marks its reasoning; None: it does not reason.
@@ -104,8 +100,6 @@ class RequestBuilder:
         """The n answers to one input, ready to run. Compiling a grammar may take seconds.
 
         Args:
-            given: the input.
-            chat_params: the model's own values for conversations.
             max_context: tokens of prompt and answer.
 
         Raises:
@@ -314,11 +308,9 @@ class RequestBuilder:
         )
 
     def close(self) -> None:
-        """End the process in which grammars are checked."""
         self.guidance.compiler.close()
 
     def _breakers_of(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that no repetition reaches over."""
         return frozenset().union(*map(self._breaking, params.dry_sequence_breakers))
 
     def _breaking(self, text: str) -> frozenset[int]:

@@ -40,7 +40,6 @@ class NamedSessions(SavedSessions):
     """The saved sessions in the folder of a disk cache. Every method takes a while.
 
     Args:
-        root: the folder of the disk cache.
         max_bytes: that it may hold.
     """
 
@@ -58,10 +57,6 @@ class NamedSessions(SavedSessions):
 
         Args:
             name: of the session; another one of this owner and name is replaced.
-            model: its name.
-            session: that has the prompt.
-            client: that saves it.
-            slot: of the prompt.
 
         Raises:
             InvalidRequestError: the name cannot be one, there is no prompt, or no disk cache.
@@ -165,7 +160,6 @@ class NamedSessions(SavedSessions):
         Args:
             file: as `exported` gave it.
             name: None: the name in the file.
-            model: its name.
             session: the model for which the pages must have been computed.
             client: to which the session belongs from now on.
 

@@ -41,8 +41,6 @@ class Session(LocalSession):
 
     Args:
         name: the model's name, for people.
-        folder: the folder of the checkpoint.
-        options: options of the engine.
         tool_format: how the model writes tool calls; "auto": found by its template and its tokens.
         watch: is called with the bytes of weights that are loaded, and with the bytes of all.
 
@@ -104,7 +102,6 @@ class Session(LocalSession):
 
     @property
     def limits(self) -> "EngineLimits":
-        """The limits that requests must fit into."""
         limits: EngineLimits = self.engine.limits
         return limits
 
@@ -154,7 +151,6 @@ class Session(LocalSession):
         """The prompt of an input, made and checked as by `start`.
 
         Args:
-            given: the input.
             bounded: refuse texts that are far too long for the context before they are encoded.
         """
         return given.read_by(self.builder, self.limits.max_context if bounded else None)
@@ -171,14 +167,14 @@ class Session(LocalSession):
         if not self._keeps_prefixes:
             raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
         check_sequence(prompt)
-        one = SamplingParams(max_tokens=1)
+        one_token = SamplingParams(max_tokens=1)
         given: Input
         if any(isinstance(message, Mapping) for message in prompt):
             messages: Any = prompt
-            given = ChatInput(messages=messages, begins=False, params=one, pins=True)
+            given = ChatInput(messages=messages, begins=False, params=one_token, pins=True)
         else:
             text: Any = prompt
-            given = TextInput(prompt=text, params=one, pins=True)
+            given = TextInput(prompt=text, params=one_token, pins=True)
         (result,) = self.start(given).results()
         return result.prompt_tokens - result.prompt_tokens % self.limits.page_size
 

@@ -34,7 +34,6 @@ class Context:
         self._room: list[KeysValues] = []
 
     def extend(self, new: Seq[KeysValues]) -> None:
-        """Append keys and values of the next positions."""
         count, length = new[0][0].shape[1], self.stop - self.start
         have = self._room[0][0].shape[1] if self._room else 0
         if not self._room:
@@ -60,9 +59,7 @@ class BlockProposer(ProposalSource):
     """Runs a block draft for all sequences of a step at once.
 
     Args:
-        draft: the network.
         config: its budget is for the contexts of all sequences; the one used least goes first.
-        vocab_size: of the model.
         cost: of a block, in plain steps of the model, as long as it was not measured.
     """
 
@@ -116,7 +113,6 @@ class BlockProposer(ProposalSource):
         self._contexts.pop(sequence, None)
 
     def stats(self) -> dict[str, Any]:
-        """Passes of the draft, and what it keeps."""
         return {
             "steps": self._num_steps,
             "sequences": len(self._contexts),
@@ -128,7 +124,6 @@ class BlockProposer(ProposalSource):
         """Take over hidden states; whether there are some, and none is missing before `stop`.
 
         Args:
-            sequence: to follow.
             stop: one past the last position with a token that was verified, and then computed.
         """
         held, context = self._held.get(sequence), self._contexts.get(sequence)

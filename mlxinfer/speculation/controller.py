@@ -92,7 +92,6 @@ class Acceptance:
         return min(self._of_key(key) * factor, CERTAIN)
 
     def observe(self, sequence: Sequence, key: Key, held: bool) -> None:
-        """Count a proposal that was tried: those before it had held."""
         num_held, expected = self._by_sequence.get(sequence, UNTRIED)
         expected = expected * SEQUENCE_DECAY + self._of_key(key)
         self._by_sequence[sequence] = num_held * SEQUENCE_DECAY + held, expected
@@ -108,7 +107,6 @@ class Acceptance:
         self._by_sequence.pop(sequence, None)
 
     def measured(self) -> dict[Key, float]:
-        """Chances by key, of those that were tried."""
         return {key: self._of_key(key) for key in sorted(self._by_key)}
 
     def _of_key(self, key: Key) -> float:
@@ -163,11 +161,9 @@ class StepTimes:
         self._cells[bucket_of(num_sequences)][cell].append(seconds)
 
     def is_measured(self, num_sequences: int) -> bool:
-        """Whether any steps with proposals were measured with this batch size."""
         return any(self._measured(bucket_of(num_sequences)).keys() - {PLAIN})
 
     def seconds(self, num_sequences: int, extra: int) -> float:
-        """The time of a step: as measured, or from the nearest measured steps."""
         return float(self.table(num_sequences, extra)[extra])
 
     def table(self, num_sequences: int, most: int) -> NDArray[np.float64]:
@@ -199,7 +195,6 @@ class StepTimes:
         return medians
 
     def _plain_elsewhere(self, num_sequences: int) -> float:
-        """The time of a plain step, from the nearest batch size and the curve."""
         plains = {size: cells[PLAIN] for size, cells in self._cells.items()}
         plains = {size: times for size, times in plains.items() if len(times) >= FEWEST}
         if not plains:
@@ -208,7 +203,6 @@ class StepTimes:
         return _low_median(plains[near]) * relative_cost(num_sequences) / relative_cost(near)
 
     def _row_elsewhere(self) -> float | None:
-        """The time of one row more, from steps of the batch size that was measured most."""
         row_s: dict[int, float] = {}
         for size in list(self._cells):
             known = self._measured(size)
@@ -274,9 +268,7 @@ class Controller:
         that costly proposals may have, the likeliest proposals are added while that pays.
 
         Args:
-            outlooks: of these sequences.
             num_sequences: all that decode in the step, or in the steps that take turns.
-            share: of them that decode in the step.
         """
         depths = [0] * len(outlooks)
         regime = self._regimes[bucket_of(num_sequences)]
@@ -352,11 +344,9 @@ class FixedDepth(Controller):
         return self._max_depth > 0
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
-        """All proposals, up to the depth."""
         return [min(self._max_depth, len(outlook.chances)) for outlook in outlooks]
 
     def observe(self, step: MeasuredStep) -> bool:
-        """Learn nothing: the depth is fixed."""
         return False
 
 
@@ -364,6 +354,6 @@ def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:
     """(R, most) chance that a proposal and all before it hold; 0 if there is none."""
     chances = np.zeros((len(outlooks), most))
     for row, outlook in enumerate(outlooks):
-        some = outlook.chances[:most]
-        chances[row, : len(some)] = some
+        outlook_chances = outlook.chances[:most]
+        chances[row, : len(outlook_chances)] = outlook_chances
     return np.asarray(np.cumprod(chances, axis=1), dtype=np.float64)

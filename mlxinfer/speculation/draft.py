@@ -52,7 +52,6 @@ class DraftProposer(ProposalSource):
     """Runs a draft model for all sequences of a step at once.
 
     Args:
-        model: the draft model.
         config: sizes; its budget is for the draft's KV cache alone.
         vocab_size: of the model that tokens are proposed for.
         cost: of a proposal, in plain steps of that model, as long as it was not measured.
@@ -138,7 +137,6 @@ class DraftProposer(ProposalSource):
         return [self._proposal(*rows[s]) if s in rows else Proposal(()) for s in sequences]
 
     def _proposal(self, counterpart: Counterpart, depth: int) -> Proposal:
-        """The drawn tokens, up to the first that the model does not have."""
         drawn = counterpart.drafted.token_ids[counterpart.num_followed :][:depth]
         unknown = [i for i, token_id in enumerate(drawn) if token_id >= self._vocab_size]
         proposal = Proposal(drawn, self._weights.get(counterpart.drafted, ()))
@@ -163,7 +161,6 @@ class DraftProposer(ProposalSource):
         return counterpart
 
     def _take_over(self, sequence: Sequence, counterpart: Counterpart) -> None:
-        """Take back what was rejected, and append what the model gave instead."""
         drafted, start = counterpart.drafted, counterpart.num_followed
         drawn, new = drafted.token_ids[start:], sequence.token_ids[start + counterpart.offset :]
         self._forget_drawn(drafted, start, self._num_kept(drawn, new))
@@ -181,7 +178,6 @@ class DraftProposer(ProposalSource):
         drafted.num_computed = min(drafted.num_computed, start + num_kept)
 
     def _num_kept(self, drawn: list[int], new: list[int]) -> int:
-        """Proposals that keep their keys and values: those that the model gave, too."""
         agreed = 0
         while agreed < min(len(drawn), len(new)) and drawn[agreed] == new[agreed]:
             agreed += 1
@@ -197,8 +193,6 @@ class DraftProposer(ProposalSource):
         """A new counterpart; others that this step does not need may have to go for it.
 
         Args:
-            sequence: to follow.
-            keep: those that this step needs.
             offset: of its tokens, so many in front are left out.
             salt: of the namespace in which prefixes are shared.
         """
@@ -298,7 +292,6 @@ class DraftProposer(ProposalSource):
     def _next_batch(
         self, rows: list[tuple[Sequence, int]], *, first: bool, may_prefill: bool
     ) -> Batch | None:
-        """The next tokens of every sequence that lacks some, or has too few proposals."""
         short = [drafted for drafted, _ in rows if 1 < drafted.num_left <= MAX_SHORT]
         long = (
             [drafted for drafted, _ in rows if drafted.num_left > MAX_SHORT] if may_prefill else []
@@ -323,7 +316,6 @@ class DraftProposer(ProposalSource):
         """A step that counts as computed.
 
         Args:
-            singles: sequences that compute their newest token.
             segments: others, with how many of their next tokens; the last of all gives a proposal.
             moves: from tails to pages, before it.
         """

@@ -141,7 +141,6 @@ class NgramProposer(ProposalSource):
         return {"tokens_kept": sum(len(text) for text in self._answers.values())}
 
     def _follow(self, sequences: Seq[Sequence]) -> dict[Sequence, Followed]:
-        """Read new tokens, score the guesses of them, and search if there is no match."""
         followed_by, left = {}, self._searches
         for sequence in sequences:
             followed = self._followed.get(sequence)
@@ -161,7 +160,6 @@ class NgramProposer(ProposalSource):
         return followed_by
 
     def _check(self, sequence: Sequence, followed: Followed, new: list[int]) -> None:
-        """Follow a match as far as it agrees with the new tokens."""
         source = followed.text.ids if followed.other is None else followed.other
         for token_id in new:
             expected = int(source[followed.place])
@@ -219,7 +217,6 @@ def find_longest(text: Ints, suffix: Ints) -> tuple[int, int]:
 
 
 def _key(length: int) -> Key:
-    """The key of a guess after so many tokens that agree."""
     return KEYS[min(length, len(KEYS) - 1)]
 
 

@@ -67,7 +67,6 @@ class SpeculationOptions:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is ever proposed."""
         return self.method == "off" or not self.max_draft
 
 

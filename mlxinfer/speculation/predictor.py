@@ -47,7 +47,6 @@ class HeldStates:
         self.rows[start - self.start :] = rows
 
     def drop_before(self, position: int) -> None:
-        """Forget those of lower positions."""
         count = min(max(position - self.start, 0), len(self.rows))
         del self.rows[:count]
         self.start += count
@@ -136,7 +135,6 @@ class PredictorProposer(DraftProposer):
         return 0
 
     def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
-        """Begin with the tokens that have hidden states, behind a cached prefix."""
         held = self._held.get(sequence)
         if held is None or not held.rows:
             return None
@@ -180,7 +178,6 @@ class PredictorProposer(DraftProposer):
         self._output = self._ahead = None
 
     def _position(self, counterpart: Counterpart) -> int:
-        """The position of the first hidden states that the predictor may need again."""
         return counterpart.drafted.num_sealed + counterpart.offset - 1
 
     def _num_waiting(self, sequence: Sequence) -> int:
@@ -191,7 +188,6 @@ class PredictorProposer(DraftProposer):
         return held.stop - max(begin, held.start)
 
     def _follow_pages(self, sequences: list[Sequence]) -> None:
-        """Compute whole pages of the sequences, as far as there are hidden states."""
         size = self._config.page_size
         keep = dict.fromkeys(sequences, 0)
         counts: dict[Sequence, int] = {}  # by own sequence
@@ -219,7 +215,6 @@ class PredictorProposer(DraftProposer):
     # -- steps of the predictor ------------------------------------------------------------------
 
     def _launch(self, batch: Batch, previous: Launched | None) -> Launched:
-        """Feed the hidden states of all rows, and remember what the chain goes on from."""
         self._head.feed(self._inputs(batch))
         launched = super()._launch(batch, self._ahead if previous is None else previous)
         self._output, self._ahead = self._head.output, None

@@ -51,12 +51,9 @@ def open_speculation(
     Call it on the thread that runs the model.
 
     Args:
-        options: of speculation.
         folder: that the model was loaded from.
         model: that tokens are proposed for.
-        config: of its engine.
         kv_bytes: for both KV caches, beside so many bytes of a draft's weights.
-        dtype: of a draft model.
 
     Raises:
         InvalidRequestError: this model cannot verify proposals, and they were asked for by name;
@@ -95,7 +92,6 @@ def load_draft(
         options: not off.
         folder: that the model was loaded from.
         model: that tokens are proposed for.
-        dtype: of a draft model.
 
     Raises:
         InvalidRequestError: it does not go with this model.

@@ -43,7 +43,6 @@ class ProposalSource(ABC):
         cost: cost of a proposal in plain steps, until it is measured; 0: nothing.
         priors: chance that a proposal of each key holds, until it is measured.
         score: a free source calls it with each guess and whether the guess held.
-        counts: counts of its proposals.
     """
 
     name: str
@@ -75,7 +74,6 @@ class ProposalSource(ABC):
         """Forget a sequence that has ended."""
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers of what it holds."""
         return {}
 
 
@@ -97,7 +95,6 @@ class Speculation(Proposer):
 
     Args:
         sources: at least one.
-        controller: says how many proposals a step verifies.
         max_depth: proposals of one sequence, at most.
         method: what was asked for, for `stats`.
         clock: seconds.
@@ -169,9 +166,11 @@ class Speculation(Proposer):
             depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
             self._draft_s = 0.0
             for source in self._sources:
-                some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
-                if some:
-                    proposals |= self._ask(source, some, [min(depths[s], depth) for s in some])
+                drafting = [s for s, plan in plans.items() if plan.source is source and depths[s]]
+                if drafting:
+                    proposals |= self._ask(
+                        source, drafting, [min(depths[s], depth) for s in drafting]
+                    )
         for sequence in proposals:
             self._planned[sequence] = plans[sequence]._replace(draft_s=self._draft_s)
         return [proposals.get(s, Proposal(())) for s in sequences]
@@ -219,7 +218,6 @@ class Speculation(Proposer):
     # -- what to propose ------------------------------------------------------------------------
 
     def _plans(self, sequences: Seq[Sequence]) -> dict[Sequence, SourcePlan]:
-        """The most promising source of each sequence that decodes and wants proposals."""
         rows = [
             s for s in sequences if s.request.params.speculate and s.num_computed >= s.num_prompt
         ]
@@ -277,7 +275,6 @@ class Speculation(Proposer):
     # -- what came of it ------------------------------------------------------------------------
 
     def _count(self, batch: Batch, result: CommitResult, drafted: Seq[Segment]) -> None:
-        """Count accepted proposals, and score those of costly sources."""
         sampling, gone = batch.sampling, set(result.discarded)
         assert sampling.proposals is not None
         accepted = {segment.sequence: 0 for segment in drafted}

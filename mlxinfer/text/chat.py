@@ -196,7 +196,6 @@ class ControlTokens:
         return rendering
 
     def show(self, text: str) -> str:
-        """Return a text with its hidden characters."""
         return text.translate(self._shown)
 
     def hide_constants(self, tree: nodes.Template) -> None:
@@ -211,14 +210,12 @@ class ControlTokens:
     # -- encoding -------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with its control tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
     def encode_hidden(self, text: str, hidden: str) -> list[int]:
         """Return the ids of a rendering, in which only the template writes control tokens.
 
         Args:
-            text: the rendering.
             hidden: the same with the texts of the messages hidden.
         """
         hidden = self._joined(hidden)

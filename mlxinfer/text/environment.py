@@ -61,7 +61,6 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja's own way to declare it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body in a scope of its own."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=lineno)

@@ -55,7 +55,6 @@ class FimTokens:
 
         Args:
             tokenizer: in which the tokens were found.
-            prefix: text in front of the gap.
             suffix: text after the gap.
             files: other files (name, text) before these, each behind the token that separates files
                 if the model has one.

@@ -162,7 +162,6 @@ class Forms:
         return changed
 
     def _in_parts(self, message: Message) -> Message:
-        """Return a message with its content as a list of parts, if its role takes those."""
         role, content = message["role"], message.get("content")
         if isinstance(content, list) and role in self.first_part:
             text = "\n".join(part["text"] for part in content if part.get("type") == "text")
@@ -231,7 +230,6 @@ def forms_of(render: Render, *, sees: bool, developer: bool) -> Forms:
 
     Args:
         render: renders messages as they are; the second argument says whether tools are declared.
-        sees: the template writes pictures.
         developer: the template names the role developer. Others may write any role, and models
             know only those that they were trained with.
     """
@@ -249,11 +247,7 @@ class _Situation:
 
 
 class _Probe:
-    """Tries changes of `Forms` until every situation so far is written without a loss.
-
-    Attributes:
-        forms: what was found out so far.
-    """
+    """Tries changes of `Forms` until every situation so far is written without a loss."""
 
     def __init__(self, render: Render, *, developer: bool) -> None:
         self._render = render
@@ -261,7 +255,6 @@ class _Probe:
         self.forms = Forms(developer=developer)
 
     def run(self, *, sees: bool) -> Forms:
-        """Return the forms in which the template takes messages."""
         no_system = {"system": False, "later_system": False}
         all_parts = {"parts": (*ROLES, "tool")}
         by_role = [{"parts": roles} for roles in (("user",), ("assistant",), ("user", "assistant"))]
@@ -344,7 +337,6 @@ def _said(*roles: str) -> _Situation:
 
 
 def _seen() -> _Situation:
-    """Return a conversation about a picture that stands between two texts."""
     before, after, answer, question = WORDS[:4]
     parts = [{"type": "text", "text": before}, {"type": "image"}, {"type": "text", "text": after}]
     messages: list[Message] = [

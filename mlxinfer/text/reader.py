@@ -39,19 +39,16 @@ class TextReader:
 
     @classmethod
     def of(cls, text: str) -> "TextReader":
-        """Return a reader of a text that has arrived whole."""
         reader = cls()
         reader.feed(text)
         reader.close()
         return reader
 
     def feed(self, text: str) -> None:
-        """Append text that has arrived."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def close(self) -> None:
-        """Declare the end of the text."""
         self._closed = True
 
     @property
@@ -60,7 +57,6 @@ class TextReader:
         return self._closed and self._at in (len(self._text), self._cut_mark)
 
     def drop(self) -> None:
-        """Forget the rest of the text."""
         self._at = len(self._text)
         self.commit()
 
@@ -114,7 +110,6 @@ class TextReader:
         return "".join(pieces)
 
     def space(self) -> Parse[None]:
-        """Read white space, if there is any."""
         while (yield from self.run(SPACE)):
             pass
 
@@ -193,6 +188,5 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 @cache
 def _stops(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what matches a run of characters that begin no mark."""
     firsts = "".join(sorted({mark[0] for mark in marks}))
     return re.compile(f"[^{re.escape(firsts)}]+")

@@ -97,7 +97,6 @@ class ReasoningFormat:
         return harmony
 
     def is_open(self, prefix: str) -> bool:
-        """Whether an answer with this prefix is within its reasoning."""
         if not self.harmony:
             return self.start in prefix and self.end not in prefix
         header = prefix.removesuffix("<|message|>")
@@ -170,7 +169,6 @@ def _last_division(tokenizer: Tokenizer, reasoning: ReasoningFormat, ids: Sequen
 
 
 def _writes(tokenizer: Tokenizer, token: tokenizers.AddedToken) -> bool:
-    """Whether the chat template's text contains this token."""
     sources = tokenizer.template.sources.values() if tokenizer.template else ()
     return not token.content.isspace() and any(token.content in source for source in sources)
 

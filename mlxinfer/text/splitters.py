@@ -131,7 +131,6 @@ class TagSplitter(Splitter):
         yield from self._reader.space()
 
     def _begins(self, tag: str) -> Parse[bool]:
-        """Read a tag with white space before it, if it comes next."""
         while len(self._space) <= MAX_LEADING_SPACE:
             piece = yield from self._reader.run(SPACE)
             self._space += piece

@@ -80,7 +80,6 @@ class TextStream:
 
     Attributes:
         stopped: a stop string or the only tool call has ended the answer; nothing follows.
-        stop_match: that stop string.
         num_tokens: tokens taken, up to and including the one that completed the stop string.
     """
 
@@ -160,7 +159,6 @@ class TextStream:
             self._find_calls(text, parts)
 
     def _think(self, reasoning: str, text: str, parts: list[Part]) -> None:
-        """Append reasoning, and the visible text after it."""
         if self._thoughts:
             reasoning = self._thoughts.push(reasoning)
             if self._splitter is None or not self._splitter.is_thinking:
@@ -172,7 +170,6 @@ class TextStream:
         self._show(self._tools.push(text) if self._tools else [TextPart(text)], parts)
 
     def _show(self, new: Iterable[Part], parts: list[Part]) -> None:
-        """Append parts up to the first stop string in their text."""
         matcher = self._matcher
         for part in new:
             if self.stopped:
@@ -207,7 +204,6 @@ class ThoughtCalls:
         self._num_released = 0  # characters
 
     def push(self, text: str) -> str:
-        """Return the text that is certainly no call."""
         self._held += text
         self._parser.push(text)
         size = max(self._parser.text_end - self._num_released, 0)
@@ -261,7 +257,6 @@ class StopMatcher:
         """Return the text that can be shown now; nothing after a match.
 
         Args:
-            text: the next piece.
             enabled: False: a stop string that this piece completes does not count.
         """
         if self.matched is not None:
@@ -290,7 +285,6 @@ class StopMatcher:
         return None
 
     def _num_held(self, text: str) -> int:
-        """Return how many of the last characters are the beginning of a stop string."""
         longest = self._sizes[0] if self._sizes else 1
         for size in range(min(len(text), longest - 1), 0, -1):
             end = text[-size:]

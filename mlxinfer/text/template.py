@@ -127,7 +127,6 @@ def _video(part: Mapping[str, Any], path: str) -> ImagePart:
 
 
 def around(content: Content | None, before: str = "", after: str = "") -> Content:
-    """Return a content with text before and after it."""
     if not isinstance(content, list):
         return f"{before}{content or ''}{after}"
     return [*_parts(before), *content, *_parts(after)]
@@ -394,7 +393,6 @@ class ChatTemplate:
         return self._words()[1]
 
     def _words(self) -> tuple[frozenset[str], list[str]]:
-        """Return names and constants, found once."""
         if self._known_words is None:
             trees = [self._parsed(source) for source in self.sources.values()]
             names = (name for tree in trees for name in tree.find_all(nodes.Name))
@@ -406,7 +404,6 @@ class ChatTemplate:
         return self._known_words
 
     def _template(self, source: str, hider: Hider | None) -> jinja2.Template:
-        """Return the template of a source, compiled once."""
         if len(source) > MAX_SOURCE_CHARS:
             raise TemplateError(
                 f"The chat template has {len(source)} characters; "

@@ -96,8 +96,6 @@ def thinking_of(render: Render, names: Iterable[str], constants: Iterable[str]) 
 
     Args:
         render: renders one message of the user, WORD, and the header of the answer, with variables.
-        names: variables that the template reads.
-        constants: the string constants in the template.
     """
     return _Probe(render, sorted(names), constants).run()
 
@@ -111,7 +109,6 @@ class _Probe:
         self._prompts: dict[str, str | None] = {}
 
     def run(self) -> Thinking:
-        """Return what was found out."""
         on, off = self._switch()
         rungs = self._rungs(on, off)
         budget = next(iter(self._matching(_BUDGET)), "")
@@ -155,7 +152,6 @@ class _Probe:
     def _on(
         self, on: Variables | None, off: Variables | None, rungs: Mapping[int, Variables]
     ) -> Variables:
-        """Return what makes the model think as much as it does by itself."""
         if on is not None:
             return on
         if off is None or self._differs({}, off) or not rungs:
@@ -217,7 +213,6 @@ class _Probe:
         return {place: accepted[place] for place in sorted({*special, usual}) if place in accepted}
 
     def _shares(self, name: str, base: Variables) -> dict[int, Variables]:
-        """Return numbers for efforts, where a variable takes numbers and no words."""
         if not self._takes_numbers(name):
             return {}
         return {EFFORTS.index(word): {**base, name: share} for word, share in _SHARES.items()}
@@ -250,7 +245,6 @@ class _Probe:
         return self._prompt({name: _UNKNOWN}) or ""
 
     def _differs(self, one: Variables, two: Variables) -> bool:
-        """Whether a template takes both, and writes another prompt for each."""
         first, second = self._prompt(one), self._prompt(two)
         return None not in (first, second) and first != second
 

@@ -270,7 +270,6 @@ class Tokenizer:
         """Load a checkpoint's tokenizer and chat template.
 
         Args:
-            folder: of the checkpoint.
             chat_template: a file with the jinja source to use instead of the checkpoint's own.
 
         Raises:
@@ -306,7 +305,6 @@ class Tokenizer:
 
     @cached_property
     def _adds_bos(self) -> bool:
-        """Whether the library's tokenizer begins a text with BOS."""
         ids = encode_guarded(self._backend, "", special=True)
         return self.bos_token_id is not None and ids[:1] == [self.bos_token_id]
 
@@ -453,8 +451,6 @@ def exceeds_tokens(
 
     Args:
         encode: turns one text into ids.
-        texts: of one prompt.
-        num_tokens: usually the context length.
     """
     if sum(map(len, texts)) <= max(USUAL_CHARS * num_tokens, EXACT_CHARS):
         return 0

@@ -40,7 +40,6 @@ def read_tokenizer_files(folder: Path, chat_template: str | Path | None = None) 
     """Read the files beside tokenizer.json; a missing file counts as empty.
 
     Args:
-        folder: of the checkpoint.
         chat_template: a file with the jinja source to use instead of the checkpoint's own.
 
     Raises:

@@ -61,7 +61,6 @@ from .vectors import BERT, NOMIC_BERT, modern_bert
 
 
 def _halved(facts: ArchitectureFields, shapes: Shapes, config: Config) -> bool:
-    """Whether pairs that turn together lie half of them apart, as M-RoPE's do."""
     facts.read("rope.dimension_sections")
     return facts.has("rope.dimension_sections")
 

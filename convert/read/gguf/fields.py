@@ -105,7 +105,6 @@ class ArchitectureFields:
         return self.all.integer(self.name(key), low=0, default=0)
 
     def by_layer(self, key: str, num_layers: int) -> list[int]:
-        """An integer for each layer, listed or one for all."""
         name = self.name(key)
         value = self.all.get(name)
         if not isinstance(value, np.ndarray):

@@ -69,8 +69,6 @@ def parse_header(
     """The header of a file with these bytes.
 
     Args:
-        data: of the file.
-        label: its name in errors.
         tell: is called with the number of keys that are read, of how many; a vocabulary is a key,
             and takes nearly all of the time.
 
@@ -178,8 +176,6 @@ def _checked(
 
 
 class _Cursor:
-    """A place in the header that moves on."""
-
     def __init__(self, data: memoryview, label: str) -> None:
         self._data = data
         self.file_bytes = len(data)
@@ -218,5 +214,4 @@ class _Cursor:
         return [self.string() for _ in range(min(BEAT, count - first))]
 
     def fail(self, what: str) -> CheckpointError:
-        """An error that names the file."""
         return CheckpointError(f"The header of {self.label} {what}.")

@@ -212,7 +212,6 @@ _MULTIPLIERS = (  # of Falcon-H1
 
 
 def nemotron_h(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """The kind of each block, read from the names of its tensors."""
     count = config["num_hidden_layers"]
     marks = {"in_proj": "M", "q_proj": "*", "gate": "E"}
     blocks = [

@@ -77,7 +77,6 @@ def _index_sizes(facts: ArchitectureFields) -> Config:
 
 
 def _whole_indexes(facts: ArchitectureFields, config: Config) -> Config:
-    """Which layers have an index of their own, where a file says it."""
     whole = facts.by_layer_or_none("attention.indexer.types", config["num_hidden_layers"])
     if whole is None:
         return {}
@@ -109,7 +108,6 @@ def deepseek4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
 
 
 def _streams(facts: ArchitectureFields) -> Config:
-    """How the streams of the residual are mixed."""
     return {
         "hc_mult": facts.integer("hyper_connection.count"),
         "hc_sinkhorn_iters": facts.integer("hyper_connection.sinkhorn_iterations"),
@@ -118,7 +116,6 @@ def _streams(facts: ArchitectureFields) -> Config:
 
 
 def _limit(facts: ArchitectureFields) -> float:
-    """Of activations: one for all layers."""
     keys, count = ("swiglu_clamp_exp", "swiglu_clamp_shexp"), facts.integer("block_count")
     limits = {limit for key in keys for limit in facts.numbers(key, count)}
     if len(limits) != 1:
@@ -188,7 +185,6 @@ def glm5_next(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Conf
 
 
 def _with_delta(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Experts, latent attention, and delta attention in layers that tensors tell."""
     facts.expect("expert_gating_func", SIGMOID)
     facts.read("attention.head_count_kv")
     rate, layers = "model.layers.{}.self_attn.A_log", range(config["num_hidden_layers"])

@@ -59,8 +59,6 @@ def layout_of(
     """The layout of a tensor.
 
     Args:
-        name: of transformers.
-        shape: as stored.
         config: of the model, as transformers writes it.
     """
     if architecture in _MAMBA:

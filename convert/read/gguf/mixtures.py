@@ -20,7 +20,6 @@ STEP_TURNS = 0.5  # of a head, llama.cpp's own constant
 
 
 def _by_kind(facts: ArchitectureFields, config: Config) -> Config:
-    """The ropes of layers that see everything, and of those with a window."""
     theta, whole = config["rope_theta"], config["rope_scaling"] or {"rope_type": "default"}
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", theta)}
     ropes = {"full_attention": {**whole, "rope_theta": theta}, "sliding_attention": local}

@@ -467,7 +467,6 @@ _FALCON_TOP = {**_TOP, "output_norm.weight": "model.final_layernorm.weight"}
 
 
 def _ends(modules: dict[str, str]) -> dict[str, str]:
-    """Of modules with a weight and perhaps a bias."""
     return {f"{theirs}{k}": f"{ours}{k}" for theirs, ours in modules.items() for k in _KINDS}
 
 
@@ -542,7 +541,6 @@ QUERY_SCALE = re.compile(r"blk\.\d+\.attn_([qk])_norm\.weight")  # of Muse Glimm
 
 
 def is_factor(architecture: str, name: str) -> bool:
-    """Whether a tensor stands for a field of config.json."""
     if architecture == "muse-glimmer" and QUERY_SCALE.fullmatch(name):
         return True
     return name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
@@ -555,7 +553,6 @@ def hf_names(
 
     Args:
         num_layers: of the decoder; blocks from there on predict further ahead.
-        names: of all tensors of the file.
     """
     top = _TOPS.get(architecture, _TOP)
     if name in top:  # Gemma 3n's streams, but for the first, have a matrix each

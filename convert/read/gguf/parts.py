@@ -39,12 +39,10 @@ def has_biases(shapes: Shapes) -> bool:
 
 
 def has(name: str) -> FamilyValue:
-    """Whether the first layer has a tensor."""
     return lambda facts, shapes, config: f"model.layers.0.{name}" in shapes
 
 
 def rows_in(name: str, axis: int = 0) -> FamilyValue:
-    """The size of a tensor of the first layer."""
     return lambda facts, shapes, config: rows_of(shapes, f"model.layers.0.{name}", axis)
 
 
@@ -117,7 +115,6 @@ def experts_of(
 
 
 def routing_of(facts: ArchitectureFields) -> Config:
-    """Experts as DeepSeek's configs state them."""
     return {
         **experts_of(facts, count="n_routed_experts"),
         "n_shared_experts": facts.integer("expert_shared_count"),

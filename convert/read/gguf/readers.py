@@ -143,12 +143,10 @@ class GGUFTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values, as transformers has them."""
         shape = self.layout.shape or self.stored
         return shape if self.layout.rows is None else (len(self.layout.rows), *shape[1:])
 
     def part(self, index: int) -> "GGUFTensor":
-        """One matrix of a stack."""
         size = self.array.num_bytes // self.stored[0]
         array = replace(
             self.array, shape=self.array.shape[1:], offset=self.array.offset + index * size
@@ -156,7 +154,6 @@ class GGUFTensor:
         return replace(self, array=array, stored=self.stored[1:])
 
     def rows(self, rows: slice) -> Array:
-        """Stored rows in the order of transformers."""
         if self.layout.rows is None:
             whole = len(self.stored) != len(self.shape) and self.shape[0] != self.stored[0]
             return self.array.view() if whole else self.array.view(rows)
@@ -187,7 +184,6 @@ class GGUFTensor:
         return self.rows(rows).reshape(-1, self.block.num_bytes)
 
     def info(self, lossless: MLXFormat | None = None) -> SourceTensor:
-        """The description of a tensor in blocks."""
         size = self.array.num_bytes
         return SourceTensor(self.name, self.shape, "float32", self.block.name, size, lossless)
 
@@ -229,7 +225,6 @@ def reader_of(place: GGUFTensor) -> TensorReader:
 
 
 def constant(name: str, values: Array) -> TensorReader:
-    """The reader of a tensor that a file has among its fields."""
     kind = "I64" if values.dtype.kind == "i" else "F32"
     info = SourceTensor(name, values.shape, FLOATS.get(kind, "int64"), kind.lower(), values.nbytes)
     return TensorReader(info, (), lambda rows: mx.array(values[rows] if values.shape else values))

@@ -63,7 +63,6 @@ def open_gguf(
     """A GGUF file; of a split one, any part.
 
     Args:
-        path: of the file.
         side_files: tokenizer and templates from elsewhere, instead of those in the file.
         progress: called while the header is read.
         mmproj: the file of the tower, in place of that beside the file.
@@ -133,7 +132,6 @@ def _headers(
 
 
 def _seeing(source: SourceModel, projector: Path, facts: ArchitectureFields) -> SourceModel:
-    """The model with the tower of another file."""
     digest = blake2b(source.fingerprint.encode(), digest_size=20)
     headers = _headers([projector], digest.update)
     entries = _entries(headers, str(projector))
@@ -152,7 +150,6 @@ def _seeing(source: SourceModel, projector: Path, facts: ArchitectureFields) -> 
 
 
 def _without_tower(facts: ArchitectureFields) -> tuple[str, ...]:
-    """A note, if the model sees in its original form."""
     template = facts.all.text("tokenizer.chat_template", default="")
     speaks = any(mark in template for mark in _PICTURES) and not (
         facts.architecture == "gemma3" and facts.integer("embedding_length") < _SEEING_GEMMA3
@@ -239,7 +236,6 @@ def _readers(
 
 
 def read_header(path: Path, progress: Progress = lambda *_: None) -> tuple[GGUFHeader, bytes]:
-    """The header, and a digest of the bytes in front of the data."""
     try:
         with path.open("rb") as file:
             if not path.stat().st_size:
@@ -311,7 +307,6 @@ def _scale_of(entries: Mapping[str, Entry], name: str) -> Array | None:
 
 
 def _factors(entries: Mapping[str, Entry], architecture: str) -> dict[str, Array]:
-    """The tensors that stand for fields of config.json, by name."""
     factors = {}
     for name in entries:
         if not is_factor(architecture, name):

@@ -23,7 +23,6 @@ from ....models.jsonfields import Fields
 
 
 def _ranges(bounds: str) -> str:
-    """Ranges of code points in hexadecimal, as they stand in a class of characters."""
     pairs = [pair.split("-") for pair in bounds.split()]
     return "".join(rf"\x{{{first}}}-\x{{{last}}}" for first, last in pairs)
 
@@ -253,7 +252,6 @@ def pretokenizer_of(fields: Fields) -> Pretokenizer:
 
 
 def _byte_level(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer, Merges]:
-    """A tokenizer without its vocabulary, and the merges."""
     pretokenizer = pretokenizer_of(fields)
     made = tokenizers.Tokenizer(models.BPE(ignore_merges=pretokenizer.whole_words))
     if pretokenizer.normal_form:
@@ -266,7 +264,6 @@ def _byte_level(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer
 
 
 def _merges(fields: Fields) -> Merges:
-    """The pairs of tokens that become one, in order."""
     merges = fields.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise CheckpointError(f"{fields.where} has no tokenizer.ggml.merges.")
@@ -340,7 +337,6 @@ def token_id(fields: Fields, name: str, tokens: list[str]) -> int | None:
 
 
 def token_of(fields: Fields, name: str, tokens: list[str]) -> str | None:
-    """The token that the file gives a role."""
     index = token_id(fields, name, tokens)
     return None if index is None else tokens[index]
 
@@ -440,13 +436,11 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
 
 
 def _added(index: int, token: str, *, special: bool) -> Json:
-    """A token that is found in a text before it is cut into words."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": index, "content": token, **flags, "special": special}
 
 
 def _lists(fields: Fields) -> tuple[list[str], Any]:
-    """The tokens, and what kind each is."""
     tokens = fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not 0 < len(tokens) <= MAX_TOKENS:
         raise CheckpointError(f"tokenizer.ggml.tokens in {fields.where} is no list of tokens.")
@@ -527,7 +521,6 @@ def _of_pairs(text: str) -> str:
 
 
 def _generation_config(fields: Fields, tokens: list[str]) -> Json:
-    """All tokens that end an answer, not only the first of them."""
     ends = [token_id(fields, name, tokens) for name in _ENDS]
     known = list(dict.fromkeys(index for index in ends if index is not None))
     config: Json = {"eos_token_id": known} if known else {}

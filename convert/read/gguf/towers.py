@@ -99,7 +99,6 @@ _ALIKE = (  # what tensors say too, what is the same in all of a family, or what
 
 
 def _kind(facts: ArchitectureFields, text: ArchitectureFields) -> tuple[TowerKind, str]:
-    """The kind of a tower, and the model_type of the whole."""
     if facts.architecture != "clip":
         raise UnsupportedModelError(
             f"{facts.all.where} has the architecture {facts.architecture[:40]!r}; expected clip, "
@@ -124,7 +123,6 @@ def _kind(facts: ArchitectureFields, text: ArchitectureFields) -> tuple[TowerKin
 
 
 def _processor(facts: ArchitectureFields) -> Config:
-    """Colours, and pixels of a picture where the file says them."""
     made: Config = {"do_normalize": True}
     for name in ("image_mean", "image_std"):
         values = facts.all.get(facts.name(f"vision.{name}"))
@@ -234,7 +232,6 @@ def _all(reader: TensorReader) -> mx.array:
 
 
 def _changed(reader: TensorReader, change: Change) -> TensorReader:
-    """Values in another order or shape."""
     shape = change(mx.zeros(reader.info.shape)).shape  # never computed
 
     def values(rows: slice) -> mx.array:

@@ -31,7 +31,6 @@ _ST = "sentence_transformers.models"
 
 
 def is_dense(name: str) -> bool:
-    """Whether a tensor is that of a module behind pooling."""
     return name.removesuffix(".weight") in _DENSE
 
 

@@ -36,7 +36,6 @@ class StackedExperts:
     interleaved: bool = False  # rows of gate and up take turns; else the one lies behind the other
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """gate_proj, up_proj and down_proj of the experts at a path."""
         layer, _, last = path.rpartition(".")
         if last != "experts":
             return

@@ -191,7 +191,6 @@ def _described(shape: tuple[int, ...], block: tuple[int, int]) -> str:
 
 
 def fp4_modules(path: str, leaves: Leaves) -> Iterator[TensorReader]:
-    """The matrix of a module with codes of four bits and scales of eight."""
     name = "weight_packed" if "weight_packed" in leaves else "weight"
     codes = leaves.get(name)
     scales = {"U8": "weight_scale", "I8": "scale"}.get("" if codes is None else codes.dtype, "")

@@ -62,7 +62,6 @@ class GPTQ:
         self._symmetric = config.boolean("sym", default=False)
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """The matrix of a module that has codes."""
         if "qweight" not in leaves:
             return
         yield self._matrix(path, _taken(leaves)).reader(leaves.pop("g_idx", None))
@@ -150,7 +149,6 @@ class AWQ:
         self._group_size = config.integer("group_size", "q_group_size", low=-1, default=128)
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """The matrix of a module that has codes."""
         if "qweight" in leaves:
             yield self._matrix(path, _taken(leaves)).reader()
 

@@ -44,7 +44,6 @@ class Integers:
             raise UnsupportedModelError(f"{sparsity.where} compresses zeros; not supported.")
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """The matrix of a module with integers as codes."""
         packed, plain = leaves.get("weight_packed"), leaves.get("weight")
         if packed is not None and packed.dtype == "I32":
             yield self._packed(path, leaves)
@@ -69,7 +68,6 @@ class Integers:
         return matrix.reader(leaves.pop("weight_g_idx", None))
 
     def _choose(self, words: StoredArray, scale: StoredArray) -> "_Packing":
-        """The only packing that the config states and that fits these shapes."""
         fitting = set()
         num_words, groups = words.shape[1], scale.shape[1]
         for stated in self._weights:
@@ -101,8 +99,6 @@ class Integers:
 
 @dataclass(frozen=True, slots=True)
 class _Stated:
-    """The weights of a config group."""
-
     bits: int
     group_size: int  # 0: whole rows
     symmetric: bool

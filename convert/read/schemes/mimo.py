@@ -45,7 +45,6 @@ class ShardedHeads:
         )
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """Queries, keys and values of a module that is fused."""
         match, weight = _FUSED.search(path), leaves.get("weight")
         scale = leaves.get("weight_scale_inv")
         if match is None or weight is None or scale is None or weight.dtype != "F8_E4M3":

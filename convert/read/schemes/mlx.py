@@ -22,7 +22,6 @@ class MLXModules:
     quantization: Quantization
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """The matrix of a module that has scales."""
         if "scales" not in leaves or "weight" not in leaves:
             return
         weight, scales = leaves.pop("weight"), leaves.pop("scales")

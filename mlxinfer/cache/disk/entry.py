@@ -45,7 +45,6 @@ class Entry:
 
 
 def entry_bytes(num_tokens: int, payload_bytes: int) -> int:
-    """Bytes of the file of an entry of so many tokens and bytes."""
     return _HEADER.size + ID_BYTES * num_tokens + payload_bytes + _CHECKSUM_BYTES
 
 
@@ -113,7 +112,6 @@ class Files:
         return os.write(handle, data)
 
     def fsync(self, handle: int) -> None:
-        """Return when what was written is on the disk."""
         os.fsync(handle)
 
     def close(self, handle: int) -> None:

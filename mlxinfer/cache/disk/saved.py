@@ -56,7 +56,6 @@ class SavedPrompt:
 
     @property
     def is_sound(self) -> bool:
-        """Whether its entries are of its pages."""
         size, ids = self.page_size, self.token_ids
         numbers = [number for number, _ in self.places]
         is_whole = bool(numbers) and 0 < size * (max(numbers) + 1) == len(ids)
@@ -101,11 +100,7 @@ class SavedSession:
 
 
 class SavedSessions:
-    """The saved sessions of a disk cache. Safe to use from several threads.
-
-    Args:
-        root: the folder of the disk cache.
-    """
+    """The saved sessions of a disk cache. Safe to use from several threads."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "sessions"
@@ -133,7 +128,6 @@ class SavedSessions:
                     place.rename(new)
 
     def _readable(self) -> Iterator[tuple[Path, SavedSession]]:
-        """Each session that can be read, with its folder."""
         for place in self.folder.glob("[!.]" * 32):
             with contextlib.suppress(DamagedSessionError, OSError):
                 yield place, _session_in(place)
@@ -150,7 +144,6 @@ class SavedSessions:
 
         Args:
             session: gets the name.
-            tier: has the entries.
             keys: of all entries; each is pinned before the next is asked for.
 
         Raises:
@@ -262,7 +255,6 @@ def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterat
 
     Args:
         file: behind its session.
-        prompt: of the session.
         page_bytes: the largest payload that an entry may have.
 
     Raises:

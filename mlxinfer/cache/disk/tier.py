@@ -57,7 +57,6 @@ class DiskTier:
             adapter is best part of the key that a chain starts from.
         max_bytes: what the entries of all namespaces under `root` may take together.
         max_pending_bytes: payloads that may wait to be written; what comes on top is dropped.
-        files: access to files.
         clock_ns: nanoseconds since the epoch.
     """
 
@@ -138,7 +137,6 @@ class DiskTier:
             return {**self._counts, **now}
 
     def remove(self, key: bytes) -> None:
-        """Remove the entry of a key, if it is there and no saved session keeps it."""
         with self._changed:
             waiting = self._pending.pop(key, None)
             self._num_pending_bytes -= 0 if waiting is None else waiting.num_bytes
@@ -153,7 +151,6 @@ class DiskTier:
             self._forget(path)
 
     def count_dropped(self) -> None:
-        """Count an entry that was not written for want of room or time."""
         with self._lock:
             self._counts["dropped"] += 1
 
@@ -173,7 +170,6 @@ class DiskTier:
         return entry
 
     def _mark_used(self, paths: Sequence[str]) -> None:
-        """Set the time of use of files to now, in the order given."""
         now = self._clock_ns()
         for age, path in enumerate(reversed(paths)):
             with self._errors_counted(missing_is_fine=True):
@@ -391,7 +387,6 @@ class DiskTier:
         return names
 
     def path(self, key: bytes) -> str:
-        """The file of an entry."""
         return os.path.join(self.folder, f"{key.hex()}.kv")
 
     @contextlib.contextmanager

@@ -69,7 +69,6 @@ class PrefixCache(PageIndex):
         on_evict: gets pages that go, the deepest of a prompt first. A window's page that goes while
             longer prompts are there is left out.
         states: of the state layers; None: there are none.
-        root: the name that stands for the model.
 
     Attributes:
         epoch: how often everything was forgotten. A lease of another epoch names nothing.
@@ -132,8 +131,8 @@ class PrefixCache(PageIndex):
         num_ids, size = len(names.token_ids), self.page_size
         highest = max(num_ids - 1 if limit is None else min(limit, num_ids), 0)
         path = self.walk(names, highest // size, whole=self._needs_whole)
-        rest = names.tokens(len(path), min(highest - len(path) * size, size))
-        begun, overlap = self.closest(names.name(len(path) - 1), rest, self.attention)
+        partial_page = names.tokens(len(path), min(highest - len(path) * size, size))
+        begun, overlap = self.closest(names.name(len(path) - 1), partial_page, self.attention)
 
         longest = len(path) * size + overlap
         ids = [[None if page is None else page.ids[g] for page in path] for g in self.attention]
@@ -205,7 +204,6 @@ class PrefixCache(PageIndex):
         return len(unused) if tenant is None else unused.num_for(tenant, self._num_shared(group))
 
     def _num_shared(self, group: int) -> int:
-        """Pages or states of a group, which tenants share."""
         if group in self.attention:
             return self.allocators[group].num_pages
         return self.unused[group].held.total()
@@ -233,11 +231,9 @@ class PrefixCache(PageIndex):
         return users
 
     def _of_groups(self, pages: Sequence[Page | None]) -> Users:
-        """Of some pages, those that each group has."""
         return {g: [p for p in pages if p and p.ids[g] is not None] for g in self.attention}
 
     def use(self, users: Users, *, anchored: bool = False) -> None:
-        """Count one more that needs each page."""
         for group, pages in users.items():
             for page in pages:
                 assert page.is_named, "the cache changed between match and lock"
@@ -251,7 +247,6 @@ class PrefixCache(PageIndex):
 
         Args:
             users: pages.
-            priority: of the sequence that needed them.
             anchored: others will go on from here.
         """
         now = self.clock()
@@ -293,7 +288,6 @@ class PrefixCache(PageIndex):
         return pages
 
     def release(self, lease: Lease) -> None:
-        """End a lease, and give back the pages of its tables."""
         assert not lease.released
         lease.released = True
         self.release_copied(lease)
@@ -309,7 +303,6 @@ class PrefixCache(PageIndex):
         sequence's is released. Costs what is new. After `clear`, a lease from before names nothing.
 
         Args:
-            lease: of the sequence.
             names: of its pages.
             num_tokens: positions that have keys and values in pages, or will be once the steps
                 launched so far have run.
@@ -394,7 +387,6 @@ class PrefixCache(PageIndex):
             self._free(page, [len(self.groups)])
 
     def fill(self, page: Page, group: int, number: int) -> None:
-        """Note where a group has a page."""
         if page.ids[group] is not None:
             return
         page.ids[group] = number
@@ -480,7 +472,6 @@ class PrefixCache(PageIndex):
                     self._free(page, [group])
 
     def _give(self, page: Page, owner: Tenant) -> None:
-        """Let a page count for another tenant, in all groups."""
         for group, number in enumerate(page.ids):
             if number is not None:
                 self.unused[group].discard([page])
@@ -515,7 +506,6 @@ class PrefixCache(PageIndex):
             self.remove(page)
 
     def erase(self, names: PageNames, num_tokens: int) -> None:
-        """Drop the pages of a prompt that no other prompt shares and no sequence needs."""
         point = self.probe(names, limit=num_tokens)
         for page in reversed([*point.path, point.cut]):
             if page is not None and page.name not in self.children and not any(page.users):

@@ -74,7 +74,6 @@ def namespace_key(*parts: str) -> bytes:
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a page: of its tokens and all that came before."""
     return chained(parent, [packed(token_ids)])[0]
 
 
@@ -165,12 +164,10 @@ class Page:
         self.is_named = True
 
     def held(self, groups: range) -> int:
-        """The number of these groups that have the page."""
         return sum(self.ids[group] is not None for group in groups)
 
     @property
     def unused(self) -> list[int]:
-        """The groups that have it, and in which no sequence needs it."""
         return [g for g, i in enumerate(self.ids) if i is not None and not self.users[g]]
 
 
@@ -178,11 +175,9 @@ class PageIndex:
     """Finds pages by name, and those that follow a name.
 
     Args:
-        root: the name that stands for the model.
         page_size: tokens.
 
     Attributes:
-        page_of: by name.
         children: the pages after a name, in order of their tokens.
     """
 
@@ -202,7 +197,6 @@ class PageIndex:
         return self._roots[namespace]
 
     def names(self, namespace: Hashable, token_ids: Sequence[int]) -> PageNames:
-        """The names of a prompt's pages."""
         return PageNames(self.root_of(namespace), token_ids, self.page_size)
 
     def rename(self, root: Name) -> list[Page]:
@@ -343,7 +337,6 @@ class EvictionQueue:
         self._num_queued = len(self.run_of)
 
     def discard(self, pages: Iterable[Page]) -> None:
-        """Take those pages out that are in."""
         take_out = self.run_of.pop
         for page in pages:
             take_out(page, None)
@@ -398,7 +391,6 @@ class UnusedPages:
         """The page to evict next for a tenant; None: there is none, see `num_for`.
 
         Args:
-            tenant: needs room.
             num_pages: of the group, which tenants share.
             everything: also from others that hold less than their share, if nobody else has any.
         """
@@ -426,7 +418,6 @@ class UnusedPages:
         return counts
 
     def hold(self, owner: Tenant, count: int) -> None:
-        """Count pages that a tenant has got, or lost."""
         self.held[owner] += count
         if not self.held[owner]:
             del self.held[owner]

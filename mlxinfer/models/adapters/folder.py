@@ -37,7 +37,6 @@ class AdapterModule:
         magnitude: that of DoRA's lengths; None: LoRA.
         layout: of a and b: "peft" (r, in) and (out, r), "mlx" (in, r) and (r, out), "stack"
             (E, r, in) and (E, out, r), or "parameter", see `peft.py`.
-        shapes: of a and b.
     """
 
     path: str

@@ -58,9 +58,6 @@ class ModelAdapters:
 
     A projection gets its place taken by an `Adapted` one when the first adapter names it, and back
     when the last one has gone: a model without adapters is as it was.
-
-    Args:
-        model: that they change.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -93,7 +90,6 @@ class ModelAdapters:
         return total
 
     def _on_this_rank(self, placements: Sequence[Placement]) -> dict[int, list[Placement]]:
-        """Placements of each projection, without those of other ranks."""
         assert self._model is not None
         targets = self._model.adapter_targets
         placed = [
@@ -104,7 +100,6 @@ class ModelAdapters:
         return by_target(placed)
 
     def new_number(self) -> int:
-        """A number for an adapter that will be loaded."""
         assert self._model is not None
         self._model.active_adapters.last_number += 1
         return self._model.active_adapters.last_number
@@ -170,7 +165,6 @@ class ModelAdapters:
             self._norms.clear()
 
     def bytes_of(self, number: int) -> int:
-        """Memory of the matrices of one adapter."""
         return sum(adapted.bytes_of(number) for adapted in self._adapted.values())
 
     # -- targets -------------------------------------------------------------------------------
@@ -213,7 +207,6 @@ class ModelAdapters:
         tensors: Mapping[str, FileTensor],
         adapter: AdapterFolder,
     ) -> LowRank:
-        """The matrices that an adapter has for one projection, as its stack wants them."""
         rank, count = _rank_of(placed), target.num_experts or 1
         sides: list[mx.array] = []
         matrices: list[mx.array | None] = []
@@ -309,7 +302,6 @@ def _dtype_of(model: Model) -> mx.Dtype:
 
 
 def _rank_of(placed: Sequence[Placement]) -> int:
-    """The rank of the stack that a projection's matrices go to."""
     parts: dict[int, int] = {}
     experts: set[tuple[int, str]] = set()
     for placement in placed:
@@ -336,7 +328,6 @@ def _pair(
     target: AdapterTarget,
     adapter: AdapterFolder,
 ) -> _Pair:
-    """A module's matrices for one part of a projection, the scale in B."""
     module = placement.module
     a, b = (tensors[name].read().astype(mx.float32) for name in (module.a, module.b))
     a, b = oriented(a, b, module, target)
@@ -365,7 +356,6 @@ def oriented(
 
 
 def _outputs(values: mx.array, placement: Placement, source: SourceRows, *, axis: int) -> mx.array:
-    """Values of a module's outputs, in the order of their part of a projection."""
     if placement.taken is not None:
         values = mx.take(values, mx.array(placement.taken), axis=axis)
     if placement.put is not None:

@@ -112,8 +112,6 @@ def check_supported(config: Fields) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Ranks and scales as the config states them."""
-
     rank: int
     alpha: float
     ranks: dict[str, Any]
@@ -134,7 +132,6 @@ class _Sizes:
         )
 
     def rank_of(self, path: str) -> int:
-        """r of a module."""
         rank = _by_pattern(self.ranks, path, self.rank)
         if not 1 <= rank <= _MAX_STATED:
             raise CheckpointError(
@@ -144,7 +141,6 @@ class _Sizes:
         return int(rank)
 
     def scale_of(self, path: str) -> float:
-        """The scale of B A for a module."""
         rank = self.rank_of(path)
         alpha = float(_by_pattern(self.alphas, path, self.alpha))
         return alpha / (math.sqrt(rank) if self.rooted else rank)
@@ -173,8 +169,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """The modules that an adapter's config means, by path."""
-
     names: Callable[[str], bool]
     excluded: Callable[[str], bool]
     layers: frozenset[int] | None
@@ -196,7 +190,6 @@ class _Targets:
         )
 
     def include(self, path: str) -> bool:
-        """Whether the config means the module at a path."""
         if self.layers is not None:
             places = (pattern.match(path) for pattern in self.layer_number)
             place = next((number for number in places if number is not None), None)
@@ -206,7 +199,6 @@ class _Targets:
 
 
 def _layer_patterns(config: Fields) -> list[str]:
-    """The name before a layer's number: as layers_pattern says, or any name."""
     stated = config.get("layers_pattern")
     patterns = [stated] if isinstance(stated, str) else config.items("layers_pattern") or []
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -285,14 +277,7 @@ def _parameter_path(path: str, parameters: tuple[str, ...], paths: Collection[st
 
 
 class _Modules:
-    """Makes modules of the tensors that were found.
-
-    Args:
-        file: that they are in.
-        config: beside it.
-        headers: of all tensors.
-        found: the names of each module's tensors.
-    """
+    """Makes modules of the tensors that were found."""
 
     def __init__(
         self,

@@ -221,7 +221,6 @@ def _block(weights: Weights, index: int, sizes: TowerSizes, *, limited: bool) ->
     heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
 
     def joined(front: str, names: Sequence[str], out_dims: Sequence[int], width: int) -> Projection:
-        """Projections of one input: one matrix, if they have no limits."""
         paths = [f"{path}.{front}.{name}_proj" for name in names]
         if not limited:
             return weights.fused([f"{one}.linear" for one in paths], out_dims, width)
@@ -265,7 +264,6 @@ def _project(config: Fields, vision: Fields, weights: Weights, sizes: TowerSizes
 def _projection(
     config: Fields, vision: Fields, weights: Weights, width: int
 ) -> tuple[RMSNorm, Projection]:
-    """The norm without weights, and the projection to the text model's width."""
     eps = vision.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6)
     path = "projector.embedding_projection"
     proj = linear(weights, path, text_width(config), width)

@@ -79,11 +79,7 @@ def tower_name(name: str) -> str | None:
 
 
 def tower_family(config: Fields) -> TowerFamily | None:
-    """Return the function that builds the tower of config.json; None: there is no tower.
-
-    Args:
-        config: the whole of config.json.
-    """
+    """Return the function that builds the tower of config.json; None: there is no tower."""
     vision = config.fields("vision_config")
     if vision is None:
         return None
@@ -98,12 +94,6 @@ def tower_family(config: Fields) -> TowerFamily | None:
 
 
 def tower_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the tower that loads from a folder, by the checkpoint's names.
-
-    Args:
-        folder: of the checkpoint.
-        tensors: of all of it.
-    """
     if tower_family(_whole(folder)) is None:
         return {}
     return {name: tensor for name, tensor in tensors.items() if tower_name(name) is not None}
@@ -135,7 +125,6 @@ def load_tower(
     """The tower of a checkpoint, evaluated and ready.
 
     Args:
-        folder: of the checkpoint.
         tensors: those that `tower_tensors` gave.
         text: the model that reads what the tower sees.
         watch: see `Weights`.

@@ -182,8 +182,6 @@ class MergedTower:
         blocks: in their order.
         merger: of what the last block gives.
         deep: by the block behind which more features are taken (DeepStack), their mergers.
-        sizes: of all of it.
-        dtype: of its arithmetic.
     """
 
     __slots__ = ("blocks", "deep", "dtype", "embed", "merger", "places", "sizes")
@@ -368,7 +366,6 @@ def cell_merger(
     *,
     of_cells: bool = False,
 ) -> CellMerger:
-    """The merger with matrices of these names."""
     joined = sizes.cell * sizes.blocks.hidden
     return CellMerger(
         norm,

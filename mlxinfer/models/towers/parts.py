@@ -77,7 +77,6 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
     Args:
         queries: (H, P, D).
         keys, values: (Hkv, P, D), where Hkv divides H.
-        scale: of the scores.
 
     Returns:
         (H, P, D).
@@ -94,11 +93,11 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
     for head in range(heads):
         seen = keys[None, head // shared, None], values[None, head // shared, None]
         for start in range(0, count, block):
-            some = queries[None, head, None, start : start + block]
-            some = (
-                mx.depends(some, attended[-1]) if attended else some
+            block_queries = queries[None, head, None, start : start + block]
+            block_queries = (
+                mx.depends(block_queries, attended[-1]) if attended else block_queries
             )  # scores of one block at a time
-            attended.append(mx.fast.scaled_dot_product_attention(some, *seen, scale=scale))
+            attended.append(mx.fast.scaled_dot_product_attention(block_queries, *seen, scale=scale))
     return mx.concatenate(attended, axis=2).reshape(heads, count, dim)
 
 
@@ -136,7 +135,6 @@ class PatchAttention:
         qkv_proj: to H + 2 * Hkv heads of D numbers.
         o_proj: of all heads' outputs.
         heads: H and Hkv.
-        scale: of the scores.
         norms: over each head of queries, keys and values; None: there is none.
     """
 
@@ -186,7 +184,6 @@ class PatchBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)); outputs may have norms too.
 
     Args:
-        attention, mlp: the two blocks.
         before: norms before each of them.
         after: norms over the output of each, before it is added; None: there is none.
     """
@@ -236,9 +233,7 @@ class Embed(Protocol):
 class Project(Protocol):
     """From the last block's output (P, hidden) to features in the text model's width."""
 
-    def __call__(self, x: mx.array, tile: Tile) -> Features:
-        """All features of a tile."""
-        ...
+    def __call__(self, x: mx.array, tile: Tile) -> Features: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +245,6 @@ class TowerSizes:
         depth: blocks.
         heads, kv_heads, head_dim: of attention.
         activation: name of the function in feed-forward blocks.
-        eps: of norms.
     """
 
     hidden: int
@@ -325,7 +319,6 @@ class PatchTower:
         embed: of a tile's patches.
         blocks: in their order; there may be none.
         project: of what the last block gives.
-        width: of the text model.
     """
 
     __slots__ = ("blocks", "embed", "project", "width")
@@ -352,7 +345,6 @@ class PatchTower:
 
 
 def vision_config(config: Fields) -> Fields:
-    """The part of config.json that describes the tower."""
     vision = config.fields("vision_config")
     if vision is None:
         raise CheckpointError(f"{config.where} has no vision_config, which this tower needs.")
@@ -360,12 +352,10 @@ def vision_config(config: Fields) -> Fields:
 
 
 def text_width(config: Fields) -> int:
-    """Numbers of an embedding of the text model."""
     return (config.fields("text_config") or config).integer("hidden_size", high=2**20)
 
 
 def rope_theta(vision: Fields, default: float) -> float:
-    """The base of the frequencies by which heads turn, in either spelling."""
     stated = vision.fields("rope_parameters") or vision
     return stated.number("rope_theta", above=1.0, default=default)
 

@@ -96,7 +96,6 @@ class Qwen2_5VLTower:
 
     @staticmethod
     def _window(vision: Fields) -> int:
-        """Cells of a window's side, from its pixels."""
         pixels = vision.integer("window_size", high=2**16)
         side = vision.integer("spatial_merge_size", high=64)
         cell = vision.integer("patch_size", high=256) * side

@@ -55,7 +55,6 @@ class SiglipEmbed:
     side: int  # of the square. Other grids take means of places.
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, None]:
-        """Nothing turns."""
         places = self.table(mx.arange(self.side * self.side))
         _, rows, columns = tile.grid
         if (rows, columns) != (self.side, self.side):

@@ -54,7 +54,6 @@ class Counters:
     waves: int = 0  # of steps that needed more experts than there are slots
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         wanted = self.hits + self.misses
         return {
             "tokens": self.tokens,
@@ -78,7 +77,6 @@ class SlotArray:
         source: (E, ...) of all experts.
         dtype: what numbers are rounded to when they are read.
         held: dtype of the slots, which holds all of those.
-        num_slots: how many.
 
     Attributes:
         array: (num_slots, ...).
@@ -131,13 +129,11 @@ class Target:
     dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]  # stored, rounded to, held
 
     def buffer(self) -> Bytes:
-        """The buffer that the file's bytes are read into."""
         if len(set(self.dtypes)) == 1:
             return self.memory
         return np.empty(self.span.size, np.uint8)
 
     def take(self, buffer: Bytes) -> None:
-        """The bytes are in the buffer."""
         stored, dtype, held = self.dtypes
         if len(set(self.dtypes)) > 1:
             self.memory[:] = rounded(rounded(buffer, stored, dtype), dtype, held)
@@ -189,7 +185,6 @@ class Reader:
 
 
 def adjacent(targets: Iterable[Target]) -> list[list[Target]]:
-    """Targets in groups of those that follow each other in a file."""
     runs: list[list[Target]] = []
     end: tuple[WeightFile, int] | None = None
     for target in sorted(targets, key=lambda read: (str(read.span.file.path), read.span.start)):
@@ -221,7 +216,6 @@ class Reading:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a reader has started it."""
         return any(future.running() or future.done() for future in self.futures)
 
     def stop(self) -> None:
@@ -235,9 +229,7 @@ class LayerExperts:
     """The experts of one layer, some in slots; `Slots` of layers/streamed_moe.py.
 
     Args:
-        arrays: every field of its matrices.
         num_experts, per_token: E, and those that a token goes to.
-        reader: of the model.
         counts_tokens: it is the first layer that has experts.
     """
 
@@ -263,7 +255,6 @@ class LayerExperts:
 
     @property
     def num_slots(self) -> int:
-        """Experts that may be in memory at once."""
         return len(self._expert_in)
 
     def route(self, experts: Ints) -> Ints:
@@ -387,7 +378,6 @@ class ExpertStore:
     disk_rate: float  # bytes/s of the disk, measured when the model was loaded
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {
             "slots": sum(layer.num_slots for layer in self.layers),
             "slot_bytes": self.slot_bytes,
@@ -440,7 +430,6 @@ def _sample(part: tuple[Path, int], began_s: float) -> int:
 
 
 def _pass_cache(file: int, start: int) -> None:
-    """Let the read of a part pass the page cache, where the file system has that."""
     with suppress(OSError):
         if sys.platform == "darwin":
             fcntl.fcntl(file, fcntl.F_NOCACHE, 1)

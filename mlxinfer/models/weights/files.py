@@ -131,7 +131,6 @@ def _is_here(index: Path) -> bool:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The shards that the index names: plain file names in the index's own folder."""
     names = _listed(index)
     for name in names:
         if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name:
@@ -175,12 +174,10 @@ def row_table_bytes(folder: Path) -> int:
 
 
 def is_row_table(name: str) -> bool:
-    """Whether a tensor is part of a table of n-grams."""
     return ".ple_embedding.ngram_embedding." in name
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor is a stack of experts that a router chooses from, or one of them."""
     return _OF_EXPERT.search(name) is not None
 
 
@@ -194,7 +191,6 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _header(path: Path) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors of a file, and the first byte of its data."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device may have no end
             raise CheckpointError(f"{path} is no file.")
@@ -234,12 +230,7 @@ class WeightFile:
 
     Reads keep to the file that was opened, even if another file takes its name.
 
-    Args:
-        path: of the file.
-        pool: threads that read it.
-
     Attributes:
-        header: its tensors.
         data_start: the first byte behind the header.
 
     Raises:

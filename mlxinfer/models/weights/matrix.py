@@ -56,7 +56,6 @@ class StoredMatrix:
         return words if self.form is None else words * 32 // self.form.bits
 
     def reordered(self, order: Sequence[int]) -> "StoredMatrix":
-        """Return this matrix with some of its outputs, in the order given."""
         rows = mx.array(list(order))
         (source,) = self.sources or (None,)
         chosen = () if source is None else (source.chosen(np.array(order, np.int32)),)
@@ -123,7 +122,6 @@ class StoredMatrix:
         )
 
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return words, scales and biases of a quantised matrix."""
         assert self.scales is not None
         if self.biases is None:
             weight, scales = read_together([self.weight, self.scales])
@@ -132,13 +130,11 @@ class StoredMatrix:
         return weight, scales, biases
 
     def head_linear(self) -> HeadLinear:
-        """Make the layer of one matrix per head, without biases."""
         if self.form is None:
             return DenseHeadLinear(loaded(self.weight))
         return QuantizedHeadLinear(*self.packed(), **asdict(self.form))
 
     def projection(self) -> Projection:
-        """Make the layer of one matrix."""
         made: Projection
         if self.form is None:
             made = Linear(loaded(self.weight), self.bias)
@@ -150,7 +146,6 @@ class StoredMatrix:
         return made
 
     def expert_projection(self) -> ExpertProjection:
-        """Make the layer of one matrix per expert."""
         if self.defer is not None:
             return self.defer(self)
         made: ExpertProjection
@@ -164,7 +159,6 @@ class StoredMatrix:
         return made
 
     def _note(self, made: Projection | ExpertProjection, num_experts: int | None) -> None:
-        """Note for adapters which matrices a layer was made of, if that is known."""
         if self.targets is not None and self.sources:
             self.targets.append(
                 AdapterTarget(made, self.sources, self.in_dims, num_experts, self.inputs)

@@ -30,16 +30,12 @@ class InMemory:
     """Everything is read and computed while the model is built. Other placings do as it does."""
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that was taken as it is used from now on."""
         return tensor
 
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
         """Return a field of a matrix in the activations' dtype.
 
         Args:
-            name: of the field.
-            tensor: the field.
-            dtype: of activations.
             of_experts: the matrix belongs to one expert, or to all of them.
         """
         return cast(tensor, dtype)
@@ -56,7 +52,6 @@ class InMemory:
         return MoE(**parts)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Compute arrays of the model now."""
         mx.eval(arrays)
 
 
@@ -68,7 +63,6 @@ class Nowhere:
         return mx.zeros(tensor.shape, tensor.dtype)
 
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
-        """Return its shape in another dtype."""
         return mx.zeros(tensor.shape, dtype)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
@@ -76,7 +70,6 @@ class Nowhere:
         return one.shape == other.shape
 
     def experts(self, stored: StoredMatrix) -> StoredMatrix:
-        """Return them as they are."""
         return stored
 
     def mixture(self, **parts: Any) -> MoE:
@@ -100,7 +93,6 @@ class InSlots:
         self._dtype = mx.float32  # of activations
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Return it as it is."""
         return tensor
 
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
@@ -115,7 +107,6 @@ class InSlots:
         return IN_MEMORY.same(one, other)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Compute arrays of the model now."""
         mx.eval(arrays)
 
     def experts(self, stored: StoredMatrix) -> StoredMatrix:
@@ -152,7 +143,6 @@ class InSlots:
         return mixture
 
     def _why_not(self) -> str:
-        """Say why experts cannot be read one by one."""
         mixed = [sorted(dtypes) for dtypes in self._dtypes.values() if len(dtypes) > 1]
         return f"partly in {' and '.join(mixed[0])}" if mixed else "transposed or interleaved"
 
@@ -163,7 +153,6 @@ class InSlots:
 
         Args:
             num_bytes: upper limit of all slots together.
-            dtype: of activations.
             per_token: experts of each token.
             forced: accept a disk that makes tokens take seconds.
 

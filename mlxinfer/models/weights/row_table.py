@@ -28,7 +28,6 @@ class FileRows:
         dtype: of decoded rows.
 
     Attributes:
-        num_rows: of the table.
         row_bytes: of a row, all fields.
         rows_read: so far, the same one once a step.
     """

@@ -91,7 +91,6 @@ class Share:
 
         Args:
             fields: of the whole model, complete.
-            model_type: the architecture.
             unit: columns that stay together: the largest group of quantised weights.
 
         Raises:

@@ -52,8 +52,6 @@ class Source(Protocol):
         """The tensor, or the part of it that has this shape; it is not there afterwards.
 
         Args:
-            name: of the tensor.
-            shape: wanted.
             parts: how many outputs of each kind stand side by side; None: they are of one kind.
 
         Raises:
@@ -78,7 +76,6 @@ class Checkpoint:
     """The tensors of a checkpoint, or one rank's part of them; see `Source`.
 
     Args:
-        tensors: by the checkpoint's names.
         rename: gives the decoder's names; None: the tensor is left out.
         share: of a rank; the tensors must be in files. None: tensors are whole.
     """
@@ -163,7 +160,6 @@ class Checkpoint:
     def _find_slices(
         self, name: str, tensor: Tensor, wanted: tuple[int, ...], parts: Sequence[int] | None
     ) -> Slices:
-        """The part of a tensor that has another shape, which differs in one axis."""
         assert self.share is not None
         pairs = list(zip(tensor.shape, wanted, strict=True))
         axis, *more = [i for i, (stored, size) in enumerate(pairs) if stored != size]
@@ -183,7 +179,6 @@ def _spans(
     """Which of `stored` numbers along an axis are the `wanted` ones of a rank; None: unknown.
 
     Args:
-        share: of the rank.
         stored, wanted: numbers.
         parts: how many of each kind are wanted; None: they are of one kind.
     """

@@ -54,7 +54,6 @@ class FileTensor:
 
     Args:
         stored: its dtype there, a key of ITEM_BYTES.
-        shape: of the array.
         spans: its bytes, row by row.
 
     Attributes:
@@ -78,12 +77,10 @@ class FileTensor:
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
         return prod(self.shape) * self.dtype.size
 
     def read(self) -> mx.array:
@@ -104,7 +101,6 @@ class FileTensor:
         return FileTensor(self.stored, shape, spans)
 
     def rows(self) -> list[list[Span]]:
-        """Return the spans of each index of the first axis."""
         return _blocks(self.spans, self.shape[0])
 
 
@@ -168,7 +164,6 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _unread(parts: Sequence[Tensor]) -> TypeGuard[Sequence[FileTensor]]:
-    """Whether no tensor is read yet, all have one dtype, and none is given twice."""
     unread = [part for part in parts if isinstance(part, FileTensor) and part.array is None]
     return (
         len({id(part) for part in unread}) == len(parts)
@@ -232,7 +227,6 @@ def _read(destinations: Sequence[tuple[Sequence[Span], memoryview]], owner: obje
 
     Args:
         destinations: spans, and the memory that they fill.
-        owner: of all that memory.
     """
 
     def run(task: Sequence[_Read], _owner: object) -> None:
@@ -280,7 +274,6 @@ def _tasks(destinations: Sequence[tuple[Sequence[Span], memoryview]]) -> list[li
 
 
 def _allocated(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview]]:
-    """Make arrays, and views of their memory, which the caller fills."""
     large = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
     unwritten = iter(_unwritten(large) if large else [])
     return [next(unwritten) if t.nbytes > SMALL_BYTES else _zeros(t) for t in tensors]
@@ -343,11 +336,9 @@ class _Source:
         return self._at
 
     def tell(self) -> int:
-        """Return the position."""
         return self._at
 
     def readinto(self, view: memoryview) -> int:
-        """Give a part of the header, or note the memory of the tensor at this position."""
         if self._at < len(self._head):
             view[:] = self._head[self._at : self._at + len(view)]
         else:
@@ -365,7 +356,6 @@ def choose_dtype(
     may be narrower than what they were made from. Vectors in float32 alone make no model wide.
 
     Args:
-        tensors: by name.
         dtype: "auto", or one of MLX's.
         fits_float16: whether activations stay below 65,504; else "auto" takes bfloat16 instead.
     """

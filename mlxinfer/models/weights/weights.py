@@ -67,7 +67,6 @@ class Weights:
     """The tensors of one checkpoint, taken one by one.
 
     Args:
-        source: of the tensors.
         placing: where they go.
         quantization: of the checkpoint; None: nothing is quantised.
         dtype: of activations, see `choose_dtype`.
@@ -81,7 +80,6 @@ class Weights:
 
     Attributes:
         adapter_targets: projections that adapters may change; None: not noted.
-        dtype: of activations.
         bytes_read: bytes of the tensors that were placed.
     """
 
@@ -120,11 +118,9 @@ class Weights:
         return name in self._source
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that is there."""
         return self._source.shape(name)
 
     def has_shape(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether there is a tensor of this name and shape."""
         return self._source.has_shape(name, shape)
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
@@ -144,8 +140,6 @@ class Weights:
         """The tensor as it is stored; it must have this shape, and this dtype if one is given.
 
         Args:
-            name: of the tensor.
-            shape: expected.
             dtype: expected; None: any.
             parts: how many outputs of each kind stand side by side; None: they are of one kind.
         """
@@ -194,12 +188,10 @@ class Weights:
         )
 
     def drop_below(self, fronts: Sequence[str]) -> None:
-        """Leave out all tensors with names that begin with one of these."""
         if fronts:
             self.drop(*[name for name in self._source.tensors if name.startswith(tuple(fronts))])
 
     def drop(self, *names: str) -> None:
-        """Leave out tensors that are known to carry nothing."""
         self._source.drop(*names)
 
     def finish(self) -> None:
@@ -230,8 +222,6 @@ class Weights:
         """The projection at `path`, dense or quantised as the checkpoint has it.
 
         Args:
-            path: its name.
-            out_dims, in_dims: the shape of its matrix.
             bias: whether it has one.
             order: (out_dims,) the checkpoint's index of each output; None: as it is.
             parts: how many outputs of each kind stand side by side; None: they are of one kind.
@@ -255,9 +245,7 @@ class Weights:
         """Projections of one input as one matrix, outputs in the order of `paths`.
 
         Args:
-            paths: their names.
             out_dims: rows of each.
-            in_dims: columns of all.
             bias: whether they have one.
             orders: of each one's outputs, as in `linear`; None: all as they are.
         """
@@ -296,7 +284,6 @@ class Weights:
         Args:
             stack: path of one tensor of all, as MLX checkpoints have it.
             each: path of one expert's, "{}" in place of its number, as hub checkpoints have it.
-            shape: of the whole.
             bias: whether there is one; those of all experts are one tensor.
             parts: see `linear`.
 

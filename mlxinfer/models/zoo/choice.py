@@ -82,9 +82,7 @@ def load_weights(
     """Put the tensors of a checkpoint into a definition, and evaluate them.
 
     Args:
-        definition: hollow.
         tensors: by the checkpoint's names, which the definition turns into its own.
-        quantization: as config.json states it.
         dtype: see `models.load`.
 
     Returns:
@@ -252,7 +250,6 @@ class DenseLayer:
 
 
 def _ids(vocab_size: int) -> list[mx.array]:
-    """The token ids of the check's sequences."""
     return [
         mx.array([(7 + 31 * i * i + 11 * number) % vocab_size for i in range(length)], mx.int32)
         for number, length in enumerate(LENGTHS)
@@ -324,10 +321,6 @@ def _compare(
 def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooConfig, Definition]:
     """Choose the definition that runs an architecture, from its config alone.
 
-    Args:
-        raw: the contents of config.json.
-        generation: the contents of generation_config.json.
-
     Raises:
         UnsupportedModelError: nothing does; the message says what is missing.
         CheckpointError: the definition does not take this config.
@@ -392,8 +385,6 @@ def build(config: ZooConfig, definition: Definition, formats: Formats) -> FlatMo
 
     Args:
         config: as `choose` gave it.
-        definition: the same.
-        formats: of its quantised layers.
 
     Raises:
         UnsupportedModelError: not even one sequence after another gives what mlx-lm gives.

@@ -91,10 +91,6 @@ def refuse_wrong(config: Mapping[str, Any]) -> None:
 def refuse_unread(config: Mapping[str, Any], fields: Collection[str]) -> None:
     """Refuse a window or a stretched rope that a definition, which was not compared, cannot know.
 
-    Args:
-        config: config.json.
-        fields: that the definition reads.
-
     Raises:
         UnsupportedModelError: the message names the key of the config.
     """

@@ -59,11 +59,7 @@ class AttendingCache:
 
 
 class AttentionOverride:
-    """Stands for mlx-lm's attention function in the copy.
-
-    Args:
-        original: mlx-lm's own.
-    """
+    """Stands for mlx-lm's attention function in the copy."""
 
     def __init__(self, original: Callable[..., mx.array]) -> None:
         self._original = original
@@ -221,10 +217,6 @@ class Definition:
 
     Its weights are zeros that take no memory, until others are loaded.
 
-    Args:
-        module: defines the architecture.
-        args: its ModelArgs.
-
     Raises:
         CheckpointError: the definition does not take these sizes.
     """
@@ -245,7 +237,6 @@ class Definition:
 
     @classmethod
     def of(cls, module: ModuleType, config: Mapping[str, Any]) -> "Definition":
-        """From the values of config.json, however they are spelled."""
         name = module.__name__.rpartition(".")[2]
         try:
             args = module.ModelArgs.from_dict(respelled(module.ModelArgs, config))
@@ -262,7 +253,6 @@ class Definition:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weights take."""
         return sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
 
     def made_of(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -281,7 +271,6 @@ class Definition:
         return {p: 0 if said is True else said["bits"] for p, said in choices.items() if said}
 
     def own_caches(self) -> list[Any]:
-        """New caches of mlx-lm's for one sequence, as the definition wants them."""
         caches: Any = import_module(f"{copied()}.cache")
         made: list[Any] = caches.make_prompt_cache(self.model)
         return made
@@ -356,8 +345,6 @@ class _Body:
 
 
 class _Watched:
-    """A part of a model with a result that is kept or given."""
-
     def __init__(self, part: Any, given: mx.array | None) -> None:
         self._part = part
         self._given = given
@@ -377,7 +364,6 @@ class _Watched:
 
 
 def _hollow(array: mx.array) -> mx.array:
-    """Zeros of the same shape that take no memory."""
     return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
 
 

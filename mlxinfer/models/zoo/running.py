@@ -67,7 +67,6 @@ class ZooConfig:
 
     @property
     def definition(self) -> str:
-        """Not a family of this library."""
         return "mlx-lm"
 
     @property
@@ -77,7 +76,6 @@ class ZooConfig:
 
     @property
     def verdict(self) -> str:
-        """Whether the definition was compared with transformers."""
         return verdict_of(self.model_type)[0]
 
     @property
@@ -86,11 +84,9 @@ class ZooConfig:
 
     @property
     def extra_specs(self) -> tuple[()]:
-        """No layer has any."""
         return ()
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """The specs of all layers that keep something, in order."""
         return self.cache_specs[index]
 
     @property
@@ -109,12 +105,6 @@ def read_config(
     alone_because: str | None,
 ) -> ZooConfig:
     """Read what is not learnt from the definition.
-
-    Args:
-        raw: the contents of config.json.
-        generation: the contents of generation_config.json.
-        parameters: names of the definition's.
-        vocab_size, cache_specs, alone_because: as learnt.
 
     Raises:
         CheckpointError: a value of the wrong type or out of its range.
@@ -191,7 +181,6 @@ class FlatCache(AttendingCache):
     def make_mask(
         self, N: int = 1, return_array: bool = False, window_size: int | None = None
     ) -> CausalMask:
-        """A mask for the attention function."""
         return CausalMask(window_size or self.max_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -314,14 +303,12 @@ _SIGNS = {  # part of a message of foreign code -> what it means here
 
 
 def _explained(error: Exception) -> str:
-    """Why a definition could not be built on flat caches."""
     reason = next((why for sign, why in _SIGNS.items() if sign in str(error)), None)
     what = one_line(f"{type(error).__name__}: {error}", 90)
     return reason or f"it does not take tokens one by one ({what})"
 
 
 def _flat(cache: Any) -> FlatCache:
-    """Stands for one of mlx-lm's caches."""
     kind = type(cache).__name__
     if kind == "KVCache":
         return FlatCache(None)
@@ -342,7 +329,6 @@ class FlatModel:
     """A definition as the engine runs it, batched with all features of a native family.
 
     Args:
-        config: for the engine.
         definition: with its weights.
         traced: what `trace` found.
     """
@@ -420,7 +406,6 @@ class AloneModel:
     """A definition as the engine runs it, sequence by sequence.
 
     Args:
-        config: for the engine.
         definition: with its weights.
         dtype: of what the caches keep, to count it.
     """

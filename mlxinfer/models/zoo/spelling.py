@@ -48,7 +48,6 @@ def classes_of(config: Mapping[str, Any]) -> list[Any]:
 
 
 def tensors_respelled(model_type: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of a checkpoint by the names that mlx-lm expects."""
     out: dict[str, T] = {}
     for name, tensor in tensors.items():
         for part, theirs in TENSORS.get(model_type, {}).items():
@@ -72,7 +71,6 @@ def respelled(args_type: type, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_their_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """With the keys that one definition reads, from others or by default."""
     model_type = str(config.get("model_type"))
     for key, other in OTHER_KEYS.get(model_type, {}).items():
         if config.get(key) is None and config.get(other) is not None:

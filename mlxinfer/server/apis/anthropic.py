@@ -132,7 +132,6 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def _keeps_all(management: Any) -> bool:
-    """Whether a context_management asks for what happens anyway: nothing is cleared."""
     edits = management.get("edits", []) if isinstance(management, dict) else None
     return management is None or (
         isinstance(edits, list)
@@ -144,9 +143,7 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
     """The conversation of a request. Takes a while.
 
     Args:
-        body: of the request.
         skipped: gets hosted tools and their blocks.
-        fields: further fields of ChatInput.
     """
     effort = body.output_config.effort if body.output_config else None
     variables: Plain = {}

@@ -114,7 +114,6 @@ def _without_billing(system: str) -> str:
 
 
 def _together(one: Plain, two: Plain) -> bool:
-    """Whether two messages are one turn in Anthropic's API."""
     plain = {"role", "content"}
     return one["role"] == two["role"] and one["role"] != "tool" and set(one) == set(two) == plain
 

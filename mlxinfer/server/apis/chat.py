@@ -267,7 +267,6 @@ def template_messages(messages: Sequence[Message], skipped: list[str]) -> list[P
     become objects. Notes stand for parts of earlier turns that cannot be read.
 
     Args:
-        messages: of the request.
         skipped: gets the places of those parts.
 
     Raises:
@@ -341,7 +340,6 @@ def pdfs_of(messages: Sequence[Message]) -> Iterator[PdfPart]:
 
 
 def _url(given: ImageUrl | str | None, path: str) -> tuple[str | None, str | None, str]:
-    """The URL, the detail, and the field that has the URL."""
     if isinstance(given, ImageUrl):
         return given.url, given.detail, f"{path}.url"
     return given, None, path
@@ -360,8 +358,6 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
     """The conversation of a request. Takes a while.
 
     Args:
-        body: of the request.
-        model: gives values that the request leaves out.
         tools: gets those of the body.
     """
     check_tools(body.tools, body.tool_choice)

@@ -152,7 +152,6 @@ class ChoiceWriter:
         return pieces
 
     def _begin(self) -> str:
-        """The echoed prompt, at the first call."""
         if self._begun:
             return ""
         self._begun = True

@@ -244,7 +244,6 @@ def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]
 
 
 def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
-    """The texts of both sides, whatever they are called."""
     named = ((body.text_1, body.queries, body.data_1), (body.text_2, body.documents, body.data_2))
     sides = []
     for index, given in enumerate(named):

@@ -78,7 +78,6 @@ class PromptRequest(LlamaRequest, kw_only=True):
 
 
 def _text(body: LlamaRequest, model: ServedModel, limit: int, **text: Any) -> TextInput:
-    """A text with the options of a request, and a limit of tokens where it has none."""
     limit = limit if body.max_tokens is None else body.max_tokens
     max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
     params = sampling_params(
@@ -115,7 +114,6 @@ async def complete_prompt(call: Call, body: PromptRequest) -> Any:
 async def _answer(
     call: Call, body: LlamaRequest, limit: int, texts: Sequence[Plain]
 ) -> list[Plain] | Events:
-    """The pieces of a stream, or an object for each text."""
     model = await call.model(body.model)
     given = lambda: [_text(body, model, limit, **text) for text in texts]  # noqa: E731
     answers = await call.start(model, given)
@@ -158,7 +156,6 @@ async def _answer(
 def _probabilities(
     entries: Sequence[Plain], ids: Sequence[int], scores: Sequence[TokenLogprobs]
 ) -> Plain:
-    """The entries of chat completions, with the ids of their tokens."""
     rows = []
     for entry, token_id, score in zip(entries, ids, scores, strict=False):
         top = zip(score.top, entry["top_logprobs"], strict=True)
@@ -168,7 +165,6 @@ def _probabilities(
 
 
 def _end(answer: Answer, index: int, text: str, model: str) -> Plain:
-    """The whole answer, or its last piece."""
     result, word = answer.result, answer.stop_match
     assert result is not None
     limit = result.finish_reason is FinishReason.LENGTH

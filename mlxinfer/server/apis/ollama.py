@@ -237,7 +237,6 @@ async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
 
 
 async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
-    """Answer a request without a prompt: Ollama's clients load or unload a model so."""
     name = slot_of(call, body.model).entry.name
     if body.unloads:
         call.require_admin()
@@ -402,7 +401,6 @@ async def _vectors(
     *,
     normalize: bool | None = True,
 ) -> tuple[int, list[list[float]]]:
-    """The tokens that were read, and the vectors of the texts."""
     model.pooler.require_vectors()
     if not texts:
         return 0, []
@@ -546,7 +544,6 @@ def _tag(slot: ModelSlot) -> Plain:
 
 
 def _details(slot: ModelSlot) -> Plain:
-    """The known facts of a model: more once it is loaded."""
     info = None if slot.served is None else slot.served.session.info
     family = "" if info is None else info.architecture
     return {

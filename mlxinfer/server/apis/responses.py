@@ -161,10 +161,7 @@ def read(
     """The conversation of a request. Takes a while.
 
     Args:
-        body: of the request.
-        model: gives values that the request leaves out.
         messages: instructions and items, as templates read them.
-        tools: of the body.
     """
     check_tools(None, body.tool_choice)
     choice = tools.choose(body.tool_choice)
@@ -246,7 +243,6 @@ async def _in_background(call: Call, body: ResponsesRequest) -> Plain | Events:
 async def _run(
     writer: "ResponseWriter", running: RunningResponse, store: ResponseStore, held: AsyncExitStack
 ) -> None:
-    """Generate a response in the background, and store it with its events."""
     call, response = writer.call, writer.response
     try:
         async with held:
@@ -422,7 +418,6 @@ class ResponseWriter:
 
 
 def _begun(call: Call, body: ResponsesRequest, model: ServedModel, params: SamplingParams) -> Plain:
-    """The response before its first token: mostly an echo of the request."""
     return {
         "id": f"resp_{call.id}",
         "object": "response",
@@ -457,7 +452,6 @@ def _begun(call: Call, body: ResponsesRequest, model: ServedModel, params: Sampl
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with the fields that the specification requires of a function."""
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, "strict": False, **tool}

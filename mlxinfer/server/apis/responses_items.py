@@ -81,9 +81,7 @@ def conversation(
     """Instructions and items as messages; reasoning, text and calls of one turn are one message.
 
     Args:
-        instructions: the system message.
         before: items of the responses that the request follows.
-        items: of the request.
         skipped: gets the items and earlier parts that are left out.
 
     Raises:
@@ -110,7 +108,6 @@ def conversation(
 
 
 def _newest(items: Sequence[InputItem]) -> int:
-    """The place of the first item of the newest turn."""
     tools = dict.fromkeys(OUTPUTS, "tool")
     return newest_turn(
         [
@@ -164,7 +161,6 @@ def _add(messages: list[Plain], item: InputItem, path: str, notes: list[str] | N
 
 
 def _turn(messages: list[Plain], key: str) -> Plain:
-    """The assistant's message that a key belongs to: the last message or a new one."""
     last = messages[-1] if messages else {}
     follows = {"reasoning_content": (), "content": ("reasoning_content",)}
     before = follows.get(key, ("reasoning_content", "content", "tool_calls"))
@@ -226,7 +222,6 @@ def pdfs_of(items: Sequence[InputItem]) -> Iterator[PdfPart]:
 
 
 def _parts(item: InputItem, path: str) -> Iterator[tuple[InputPart, str]]:
-    """The parts of a message or an output, each with its path."""
     name, content = "content", item.content
     if item.type in OUTPUTS:
         name, content = "output", _output(item, path)
@@ -359,7 +354,6 @@ class OutputItems:
             yield from self.close("completed" if piece.status is CallStatus.DONE else "incomplete")
 
     def _begin_call(self, call_id: str, name: str) -> Iterator[bytes]:
-        """Begin an item without arguments, under the names that the client has declared."""
         tool = self._declared.get(name, DeclaredTool(name))
         names: Plain = {"call_id": call_id, "name": tool.name}
         if tool.namespace:
@@ -382,7 +376,6 @@ class OutputItems:
             yield self._event("content_part.added", content_index=0, part=content)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """An event of the item that was opened last."""
         place = {"output_index": self._index, "item_id": self._item_id}
         return self.frame(f"response.{kind}", **place, **fields)
 

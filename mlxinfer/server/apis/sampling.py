@@ -90,7 +90,6 @@ READ_BY_EACH = ("max_tokens", "max_reasoning_tokens", "logprobs")  # APIs name t
 
 
 def _kind_of(check: Callable[..., None], bounds: Mapping[str, Any]) -> Any:
-    """The type of a number of SamplingParams, with its bounds."""
     number = int if check is check_int else float
     lowest = "gt" if bounds.get("open_low") else "ge"
     return Annotated[number, Meta(**{lowest: bounds["low"], "le": bounds.get("high")})] | None
@@ -207,7 +206,6 @@ def sampling_params(fields: SamplerFields, model: ServedModel, **others: Any) ->
 
     Args:
         fields: of the request. Fields that it leaves out are the model's defaults.
-        model: generates the answer.
         others: further values, by their names in SamplingParams.
 
     Raises:
@@ -326,7 +324,6 @@ def read_form(
 
 
 def _schema(value: Any, *, place: str) -> GrammarSpec:
-    """A schema, as an object or as JSON in a string."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)

@@ -115,7 +115,6 @@ class DeclaredTools:
     """The callable tools of a request.
 
     Attributes:
-        functions: in the form of chat completions.
         declared: by the names that the model sees, of all tools but plain functions.
         skipped: hosted tools, and grammars of custom tools that are not enforced.
     """
@@ -197,7 +196,6 @@ class DeclaredTools:
         self.functions.append({"type": "function", "function": function})
 
     def _custom(self, tool: Plain, path: str) -> Plain:
-        """A custom tool as a function with one text, constrained by the tool's grammar."""
         given: Mapping[str, Any] = tool.get("format") or {"type": "text"}
         if not isinstance(given, Mapping):
             raise InvalidRequestError.of(f"{path}.format", "is no object.")
@@ -261,7 +259,6 @@ def read_chat_tools(tools: list[Plain] | None, declared: DeclaredTools) -> None:
 
 
 def _flat(tool: Plain, path: str) -> Plain:
-    """A custom tool of a chat request in the form of the responses API."""
     custom = tool.get("custom")
     if not isinstance(custom, dict):
         raise InvalidRequestError.of(f"{path}.custom", "is no object.")
@@ -394,9 +391,6 @@ def read_content(
     """The content of a message with a text, or with parts.
 
     Args:
-        content: the text or the parts.
-        read: reads a part at its path.
-        path: of the content.
         notes: the message is of an earlier turn, which no client can mend. A note stands for a part
             that cannot be read, and this gets its place. None: such a part is an error.
     """

@@ -21,7 +21,6 @@ def usage_of(answers: Answers, reused: Plain, *, left_out: int = 0) -> Plain:
     """The token counts so far, all choices together; a prompt with several choices counts once.
 
     Args:
-        answers: of the request.
         reused: `reuse_details`.
         left_out: generated tokens that the client does not get.
     """
@@ -98,8 +97,6 @@ def _is_end(answer: Answer, token_id: int) -> bool:
 
 
 def _entry(tokenizer: Tokenizer, token_id: int, score: TokenLogprobs) -> Plain:
-    """The sampled token and the most probable ones."""
-
     def scored(token_id: int, logprob: float) -> Plain:
         raw = tokenizer.token_bytes(token_id)
         text = raw.decode(errors="replace")
@@ -144,7 +141,6 @@ class LogprobsWriter:
     there is one for every generated token, which evaluation harnesses rely on.
 
     Args:
-        tokenizer: of the model.
         offset: number of characters before the first token.
     """
 
@@ -177,7 +173,6 @@ class LogprobsWriter:
         return min(len(spelled), len(self._tokenizer.decode([token_id])))
 
     def _top(self, token_id: int, score: TokenLogprobs) -> dict[str, float]:
-        """The most probable tokens, and the sampled one if it is not among them."""
         top = {self._spelled(i): _finite(logprob) for i, logprob in score.top}
         top.setdefault(self._spelled(token_id), _finite(score.logprob))
         return top

@@ -52,12 +52,7 @@ class AnswerFields(RequestBody, kw_only=True):
 class RunningAnswer:
     """An answer that grows. Lives on one event loop.
 
-    Args:
-        conversation: that it belongs to.
-        start: the message that it becomes.
-
     Attributes:
-        details: of its message.
         waiting: what the answer waits for; None: it speaks, or has ended.
         problem: why the answer is not stored; None: it is.
         load_progress: of its model: bytes that are loaded, and all; None: it is not being loaded.
@@ -198,7 +193,6 @@ class RunningAnswer:
 
 
 def _add_call(calls: list[Plain], piece: Mapping[str, Any]) -> None:
-    """Add a delta of a tool call to the calls of an answer."""
     if piece["index"] == len(calls):
         calls.append({"id": piece.get("id"), "name": "", "arguments": ""})
     call, function = calls[piece["index"]], piece["function"]
@@ -232,7 +226,6 @@ class AnswerRoutes:
     """The handlers of /page/answers.
 
     Args:
-        owners: of what requests store.
         history: where answers are stored; None: nowhere, and an answer without a follower ends.
     """
 
@@ -306,7 +299,6 @@ class AnswerRoutes:
     async def _run(
         self, owner: str, running: RunningAnswer, call: Call, request: ChatRequest
     ) -> None:
-        """Generate an answer, and store it as it grows."""
         try:
             async with call:
                 try:

@@ -95,7 +95,6 @@ def _versioned(reference: re.Match[bytes], files: Mapping[str, PageFile]) -> byt
 
 def _route(path: str, file: PageFile) -> Route:
     async def page_file(call: Call) -> Body:
-        """The page, or a file of it."""
         return file.reply(call)
 
     return Route("GET", path, page_file, "anyone")

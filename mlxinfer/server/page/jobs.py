@@ -48,8 +48,6 @@ class Job:
 
     Attributes:
         kind: "download" or "conversion".
-        name: of the model.
-        arguments: of the process.
         again: arguments with which it goes on after a pause.
         discard: removes what a cancelled job leaves.
         step, done, total: as the process said last; bytes, or weights of a conversion.
@@ -86,11 +84,7 @@ class Job:
 
 
 class Jobs:
-    """All jobs of a server. Methods may be called from any thread.
-
-    Args:
-        command: the program that arguments are given to.
-    """
+    """All jobs of a server. Methods may be called from any thread."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -177,7 +171,6 @@ class Jobs:
             self._ended(*given, f"It does not start: {error}.")
 
     def _started(self, arguments: Sequence[str]) -> tuple["subprocess.Popen[str]", IO[str]]:
-        """A process, and the file that its stdout goes to."""
         said = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
             process = subprocess.Popen(
@@ -242,7 +235,6 @@ class Jobs:
 
 
 def _for_a_page(message: str) -> str:
-    """An error of a command without its advice for the terminal."""
     first, *sentences = re.split(r"(?<=[.!?]) ", message)
     plain = [text for text in sentences if "`" not in text and "mlxinfer " not in text]
     return " ".join([first, *plain])
@@ -266,7 +258,6 @@ def _note(job: Job, line: str) -> None:
 
 
 def _end(job: Job, code: int, said: str, problem: str) -> None:
-    """Give a job its state after its process has ended."""
     if job.wanted is not JobState.RUNNING and code != 0:
         job.state = job.wanted
         if job.state is JobState.CANCELLED:

@@ -232,7 +232,6 @@ class PageRoutes:
     Args:
         history: where conversations are kept; None: nowhere.
         library: models of this disk and of the hub; None: neither.
-        settings: of the server.
         tools: of MCP servers; None: there are none.
     """
 

@@ -64,8 +64,6 @@ class CallCore(ABC):
         """Read one call and end it; raise Malformed where there is none.
 
         Args:
-            reader: the text.
-            calls: receives the call.
             bare: only a declared name distinguishes a call from text.
             opened: the first character has been read.
         """
@@ -203,7 +201,6 @@ def _unwrapped(text: str) -> str:
 
 
 def read_arguments(reader: TextReader, calls: CallWriter, name: str) -> Parse[None]:
-    """Read arguments that follow the name of their call, and end the call."""
     yield from reader.space()
     if (yield from reader.peek()) != "{":
         raise Malformed("the arguments are no object")
@@ -357,7 +354,6 @@ class _ParameterWriter:
     since only then their type is known.
 
     Args:
-        reader: the text.
         calls: receives the JSON; the call has begun.
         trim: one line break after the tag before a value, and one before the tag after it, belong
             to the tags.
@@ -398,7 +394,6 @@ class _ParameterWriter:
         self._calls.arguments(json_of(text, types))
 
     def end(self) -> None:
-        """End the object and the call."""
         self._calls.arguments("}")
         self._calls.end()
 

@@ -24,7 +24,6 @@ class CallWriter:
     A call is begun before its arguments are complete, so that they can be shown as they arrive.
 
     Attributes:
-        tools: the tools of the request.
         parts: text and pieces of calls that the parser has not returned yet.
         count: calls that have ended, complete or broken.
         name: of the call that began last.
@@ -112,7 +111,6 @@ class ToolFormat(ABC):
     """How a family of models writes its calls.
 
     Attributes:
-        name: under which a user chooses it.
         begins: texts that begin a call, wherever they stand.
         bare: texts that begin one only as the first of an answer, or right after a call. Nothing
             else marks such a call, so it counts only if it names a declared tool.
@@ -127,7 +125,6 @@ class ToolFormat(ABC):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that the format looks for."""
         return self.begins + self.ends
 
     @abstractmethod
@@ -174,7 +171,6 @@ class ToolParser:
     Args:
         format: how the model writes calls.
         tools: the tools; their schemas tell strings from numbers where a format does not.
-        must_call: the answer has to be a call.
         new_id: makes the ids of calls; None: the format does.
 
     Attributes:

@@ -26,7 +26,6 @@ class Gemma(ToolFormat):
     """One call between marks.
 
     Args:
-        name: under which a user chooses it.
         begin: the mark before a call.
         end: the mark after a call.
         quote: the mark before and after a string.
@@ -95,7 +94,6 @@ class Gemma(ToolFormat):
         emit('"')
 
     def _spelled(self, value: object) -> str:
-        """Return a value, no list or object, as a call spells it."""
         return f"{self._quote}{value}{self._quote}" if isinstance(value, str) else json.dumps(value)
 
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:

@@ -41,7 +41,6 @@ def generic_messages(
     each other become one, since many templates demand that user and assistant take turns.
 
     Args:
-        template: writes the messages.
         messages: as text, with "tool_calls" and messages of the role "tool".
         tools: in OpenAI's form; None: none are shown.
     """
@@ -59,7 +58,6 @@ def generic_messages(
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its calls, or its result, as text."""
     content = message.get("content") or ""
     if message.get("role") == "tool":
         wrapped = around(content, "<tool_response>\n", "\n</tool_response>")

@@ -115,7 +115,6 @@ def _difference(plain: str, whole: str) -> str:
 
 
 def _has(text: str, calls: Sequence[Call]) -> bool:
-    """Whether a text has the names and the values of these calls, each once."""
     words = [word for name, a in calls for word in (name, *map(str, a.values()))]
     return all(word in text for word in words)
 
@@ -210,7 +209,6 @@ def _built(syntax: CallSyntax, core: CallCore, written: WrittenCalls) -> Templat
 
 
 def _objects(text: str, start: int = 0) -> Iterator[tuple[Span, dict[str, Any]]]:
-    """Yield the JSON objects in a text, inner ones too."""
     decoder = json.JSONDecoder()
     for brace in re.compile(r"\{").finditer(text, start):
         with suppress(ValueError):

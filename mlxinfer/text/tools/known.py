@@ -194,7 +194,6 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
     """Return the format in which the model writes calls.
 
     Args:
-        tokenizer: of the model.
         name: of a format, for models that "auto" does not recognise.
 
     Raises:
@@ -233,7 +232,6 @@ def require_template(template: ChatTemplate | None, format: ToolFormat) -> None:
     """Raise TemplateError unless tools can be presented to the model, in its template or as text.
 
     Args:
-        template: of the model.
         format: how it writes calls; a form that only a template can ask for needs one with tools.
     """
     if template is None:

@@ -37,7 +37,6 @@ class Lark:
         self._num_names = 0
 
     def is_token(self, mark: str) -> bool:
-        """Whether a mark begins with a control token."""
         return bool(self._split and self._split.match(mark))
 
     def name(self) -> str:
@@ -85,7 +84,6 @@ class Lark:
         return f"{self.rule(body)} {self.text(marks)}"
 
     def one_of(self, options: Sequence[str]) -> str:
-        """Return what matches any of the options."""
         return self.rule(" | ".join(options) or '""')
 
     def repeated(self, item: str, separator: str, *, parallel: bool) -> str:
@@ -100,9 +98,7 @@ class Lark:
         """Return what matches a tool's parameters: required ones first, each at most once.
 
         Args:
-            tool: its schema has the parameters.
             item: makes what matches the parameter of a name.
-            separator: stands between two parameters.
         """
         required = [name for name in tool.properties if name in tool.required]
         optional = [name for name in tool.properties if name not in tool.required]

@@ -139,7 +139,6 @@ def _references(value: object) -> Iterator[str]:
 
 
 def _moved(value: Any, key: str = "") -> Any:
-    """Return the same schema for a document that stands at HOME."""
     if key in LITERALS:
         return value
     if key == "$ref" and isinstance(value, str) and value.startswith("#"):
@@ -173,12 +172,10 @@ class Tool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The schema of each parameter."""
         return self._flat.properties
 
     @property
     def required(self) -> Collection[str]:
-        """The parameters that must be given."""
         return self._flat.required
 
     def alternatives(self) -> list["Tool"]:

@@ -35,8 +35,6 @@ class TemplateFormat(ToolFormat):
 
     Args:
         syntax: what stands around the calls.
-        core: how a call has its name and its arguments.
-        name: under which a user chooses it.
         short_ids: the template takes ids of nine letters or digits only, as Mistral's do.
 
     Raises:

@@ -42,7 +42,6 @@ class ToolUse:
         Args:
             tokenizer: of the model, which needs a chat template.
             format: found by `detect_tools`, or named by the user.
-            tools: in OpenAI's form.
             choice: "auto" (also None), "none" (the tools are not even in the prompt), "required",
                 or {"type": "function", "function": {"name": ...}}.
             parallel: several calls may be made.
@@ -92,7 +91,6 @@ class ToolUse:
 
 
 def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | None]:
-    """Return whether a call is required, and of which tool."""
     if choice is None or choice in ("auto", "none"):
         return False, None
     only = None
@@ -207,7 +205,6 @@ class AnswerGrammar:
         return rest if reasoning.is_open(self._prefix) else f"({head} {rest})?"
 
     def _header(self) -> str:
-        """Return what matches the header of the answer after the reasoning."""
         if self._reasoning is None or self._is_over:
             return ""
         final = self._reasoning.channels.final if self._reasoning.harmony else ""

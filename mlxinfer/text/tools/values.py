@@ -110,7 +110,6 @@ def read_string(reader: TextReader) -> Parse[str]:
 
 
 def copy_string(reader: TextReader, emit: Emit) -> Parse[None]:
-    """Read a string and pass its text on with its quotes."""
     yield from reader.expect('"')
     emit('"')
     while True:

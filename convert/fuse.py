@@ -86,7 +86,6 @@ def fused(
     Args:
         dense: matrices that were quantised are given as numbers, else as codes.
         bits: of the codes; None: the matrix's own format.
-        progress: is told how many of the tensors were measured.
 
     Raises:
         CheckpointError: a module that the base does not have, a matrix of another shape, or a
@@ -273,9 +272,6 @@ def _check_complete(
 
     That is a matrix of the kind that it changes in other layers: configs that mean all linear
     modules, or say by an expression what they mean, fit norms and biases, too.
-
-    Args:
-        found: the source's names of those that the adapter changes.
     """
     count = normalise(source.config).num_layers
     paths = {ours.removesuffix(".weight"): name for ours, name in names.items() if ours}

@@ -73,7 +73,6 @@ def passed_over(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
     Args:
         config: as it is written.
-        model: what it means.
     """
     return list(dict.fromkeys(_passed_over(config, model)))
 
@@ -122,7 +121,6 @@ def respelled(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
 
     Args:
         config: of the language model, with all other keys as they are written.
-        model: what it means.
     """
     if model.model_type == "gemma4_text":  # without the key it takes the size of Gemma's caps
         return {"final_logit_softcapping": config.get("final_logit_softcapping")}

@@ -69,7 +69,6 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
 
     Args:
         moments: (B, B) sums of x x^T over tokens, for consecutive blocks of inputs.
-        num_tokens: how many tokens were summed.
 
     Returns:
         None where no token had any input but zeros.
@@ -326,7 +325,6 @@ def _round_columns(
     Args:
         errors: (group_size, method.rows) numbers in steps, which become their errors.
         moved: the same, moved by the errors of the groups before; scratch.
-        factor: (group_size, group_size) of the group.
         codes: (group_size, method.rows), to be filled.
     """
     spread = np.empty(moved.shape[1], np.float32)

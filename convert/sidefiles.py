@@ -90,8 +90,6 @@ def spelled_out(
     """A config with keys added that are missing in the old spelling. The source's keys stay.
 
     Args:
-        config: contents of config.json, with or without a text_config.
-        model: what it means.
         sees: it stays the config of a model that sees, with a text_config if it has one.
     """
     inner = config.get("text_config") if sees else language_config(config)

@@ -52,9 +52,7 @@ class AttentionForm(Form):
     """The constants of an attention kernel.
 
     Attributes:
-        key_dim, value_dim: numbers of a key and of a value.
         queries: most query tokens of a sequence in one step; of prompts it does not matter.
-        sink_logits: logits join each softmax.
         joint_dim: of vectors that hold keys and values both; 0: there are none.
         log_sums: log-sum-exps are asked for, as by `attend_in_tiles`, which joins blocks by them.
     """
@@ -181,10 +179,7 @@ def build_scene(
     Args:
         starts: (B,) position of the first query of each.
         kv_heads: one where keys and values are one latent vector.
-        queries: of each.
         shuffled: pages lie anywhere; else each sequence's lie in order, one after the other.
-        figures: how large numbers are.
-        page_size: tokens a page.
     """
     dtype, key_dim = form.dtype, form.key_dim
     sealed = starts // page_size * page_size

@@ -25,8 +25,6 @@ class HeadsForm(Form):
         key_format, value_format: how they are stored. Keys of a format that rotates are multiplied
             by a Hadamard matrix (D as `hadamard_order` knows), and queries too; values as
             `rotates_values` says. With `joint` all are, in blocks of so many numbers.
-        norm: queries and keys have an RMS norm.
-        norms_values: values are divided by their root mean square.
         turning: leading numbers of a head that turn; 0: none does.
         traditional: pairs are neighbours, not half of the turning dims apart.
         joint: keys and values are one vector (see `cache.keys_values.JointLayer`), where so many
@@ -82,10 +80,8 @@ class Heads:
 
     Args:
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
-        norm_eps: added to the mean square.
         frequencies: (turning / 2,) float32 radians a token of the pairs of the leading dims that
             turn; None: nothing turns.
-        magnitude: multiplies what turns.
     """
 
     def __init__(

@@ -94,7 +94,6 @@ class AttentionPlanner:
             tiles see nothing behind them.
         slots: (B,) of the tails.
         page_size: tokens a page, a multiple of 16.
-        kv_heads: of a layer.
         window: positions up to a query that it sees; None: all.
         sinks: positions at the front that every query sees beside its window.
         cores: of the GPU; None: those of this machine.
@@ -282,7 +281,6 @@ def blocks_per_tile(num_blocks: Ints, kv_heads: int, partial_bytes: int, cores: 
     If there are too few tiles for the GPU, they are split, as long as partial outputs stay small.
 
     Args:
-        num_blocks: of each tile.
         kv_heads, cores: see `AttentionPlanner`.
         partial_bytes: of one item's partial outputs, all heads together.
     """

@@ -33,7 +33,6 @@ def attend_in_tiles(
             values (H, S, V).
         start: position of the first query.
         value_dim: V.
-        scale: multiplies the scores.
 
     Returns:
         (n, H, V) in the queries' dtype.

@@ -26,12 +26,9 @@ class ConvStep(StateStep):
     Outputs are (B, L, C), states (B, K - 1, C).
 
     Attributes:
-        channels, length: C and K.
         at: place of the first channel among a token's inputs.
         gated: from there on stand gates before, gates behind and values, C numbers each; else
             values, and silu follows.
-        biased: there is a bias.
-        outputs: dtype of the outputs.
     """
 
     name: ClassVar[str] = "conv_step"

@@ -118,7 +118,6 @@ def gate_up(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
         x: (T, in_dims) of the gate's dtype, T at most MAX_ROWS.
         matrix: codes (2 * inner, in_dims * bits / 32) uint32 as `mx.quantize` packs them, scales
             and biases (2 * inner, in_dims / group_size); or numbers (2 * inner, in_dims) alone.
-        form: of the matrix and of the activation.
 
     Returns:
         (T, inner), act(gate x) * up x.

@@ -63,7 +63,6 @@ def mla_attention_on_metal(
         queries: (T, heads, D), those of the plan's first sequence first.
         latents: one vector of D numbers a token under one head, plain or in 8 bits.
         plan: of the step and the layer's group, planned for `row_blocks` KV heads.
-        scale: multiplies the scores.
         value_dim: V; the first V numbers of a token's vector are its value.
 
     Returns:

@@ -251,11 +251,9 @@ def paged_attention_on_metal(
         queries: (T, H * G, D), those of the plan's first sequence first.
         keys: plain, or codes of 8 or 4 bits with scales and biases.
         values: likewise; another format than the keys' is fine.
-        scale: multiplies the scores.
         sink_logits: (H * G,) logits that join each softmax without a value.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).
         value_dim: V where it differs from D.
-        log_sums: return the second array too.
         pairs: see `has_pairs`.
 
     Returns:
@@ -320,11 +318,7 @@ def paged_attention(
     log_sums: bool = False,
     pairs: bool = False,
 ) -> AttentionCall:
-    """The attention for arrays of these sizes; same arguments as `paged_attention_on_metal`.
-
-    Args:
-        sinks: there are sink logits.
-    """
+    """The attention for arrays of these sizes; same arguments as `paged_attention_on_metal`."""
     num_tokens, num_heads, key_dim = queries.shape
     value_dim = value_dim or key_dim
     assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)

@@ -47,7 +47,6 @@ def ways_over_all(
     """The ways for queries that see all tokens before them, the first where nothing was timed.
 
     Args:
-        dims: D and V.
         num_queries: of the prompt, in this step.
         decoded_bytes: of all keys and values, where they are not read as they are stored.
     """

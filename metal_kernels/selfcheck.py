@@ -72,7 +72,6 @@ class Verdict:
     Attributes:
         status: OK, WRONG, FAILED, CRASHED, FAULTY or TWIN.
         error: the largest difference, of the output that differed most for its tolerance.
-        tolerance: of that output.
         detail: for people; empty where there is nothing to say.
         times: load and tokens -> way -> seconds, of kernels that are right and of MLX's own
             operations. If the kernel is not right, these are timed where there are several ways.
@@ -254,7 +253,6 @@ def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> Cho
 
     Args:
         gpu: None: there is no Metal, so none may be used, and nothing is run.
-        folder: where verdicts are kept.
     """
     began_s = time.perf_counter()
     verdicts = judge(variants, gpu=gpu, folder=folder)

@@ -43,7 +43,6 @@ class SSMStep(StateStep):
     Attributes:
         heads, head_dim, groups, state_dim: H, P, G and N.
         times_at: place of the first time step among `projected`.
-        limits: the smallest and the largest time step.
         dtype: of `projected`.
     """
 

@@ -146,7 +146,6 @@ def matrix_launch(
 
     Args:
         kernel, template: of the launch; TEAM, the lanes that share a row, is added.
-        lead: B and L.
         dtype: of the outputs (B, L, H * rows).
     """
     heads, rows, width = step.state_shape

@@ -42,7 +42,6 @@ class Database:
 
     Args:
         path: of the file; it and its folder are made, readable by this user alone. None: in memory.
-        prepare: settings of a connection, and the tables of a new file.
         sets_aside: a damaged file is renamed, and a new one begun; otherwise it is an error.
     """
 

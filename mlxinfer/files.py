@@ -116,10 +116,6 @@ def other_build(indexed: Iterable[str], present: Iterable[str]) -> list[str]:
     They are the one complete set, 1 to N of N. The index then belongs to another build of the
     model, of which no file is present; half a download of that build is no model.
 
-    Args:
-        indexed: names of the files that the index lists.
-        present: names of the files that are there.
-
     Returns:
         The shards in their order; [] where there is no such set.
     """

@@ -278,11 +278,7 @@ class History:
         return [_conversation(row) for row in rows]
 
     def conversation(self, owner: str, id: str) -> Conversation:
-        """One conversation.
-
-        Raises:
-            ConversationNotFoundError: the owner has none of this id.
-        """
+        """One conversation. Raises ConversationNotFoundError: the owner has none of this id."""
         rows = self._read(
             f"SELECT *, {_PINNED} AS pinned FROM conversations WHERE id = ? AND owner = ?",
             (id, owner),

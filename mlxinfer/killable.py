@@ -74,12 +74,6 @@ class KillableProcess:
     Args:
         module: the module to run; it calls `serve`.
         greeting: a job that does nothing, sent first: the time of the start is not the job's time.
-        max_seconds: limit of one job.
-        max_bytes: memory that the process may take.
-
-    Attributes:
-        num_started: processes started so far.
-        num_jobs: that run or wait.
     """
 
     def __init__(

@@ -79,7 +79,6 @@ class McpTools:
 
         Args:
             name: of a tool in `schemas`.
-            arguments: a JSON object.
         """
         if name not in self._tools:
             return f"Error: there is no tool {name[:100]!r}."

@@ -67,7 +67,6 @@ def start(thread: threading.Thread, failed: Callable[[BaseException], None]) -> 
     """Start a thread from one that no signal handler interrupts: `Thread.start` waits for an Event.
 
     Args:
-        thread: not started.
         failed: called with the reason where the thread cannot be started.
 
     Raises:

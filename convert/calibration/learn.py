@@ -102,7 +102,6 @@ class LearningPass:
     Args:
         plan: of the output in `folder`.
         kept: where a file for each layer lies.
-        sequences: of token ids, of one length.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ def write(
 
     Args:
         hidden: (T, hidden) of each file.
-        change: of the rows of the output projection.
         tell: is called with the number of columns that are written.
 
     Raises:
@@ -187,8 +186,6 @@ def reachable_limits(
     """The limits, or what rounding to the nearest reaches on these texts where that is worse.
 
     Args:
-        sequences: of one length.
-        reference: the file of the source's logits.
         nearest: the file of the logits with weights rounded to the nearest.
         limits: largest errors that are accepted, as `limits_for` returns them.
     """

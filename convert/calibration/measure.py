@@ -38,7 +38,6 @@ def measure_units(
     """The cost of each unit.
 
     Args:
-        sequences: of token ids, of one length.
         recipe: what is not measured: routers, exceptions, dtype.
         num_probes: sequences that are carried to the end for each unit.
         advance: called after each layer.

@@ -391,10 +391,8 @@ class SourceTable:
     """A table that stays in the source's files; see `layers.ngrams.RowTable`.
 
     Args:
-        streamed: reads the rows.
         index: of the layer, which is built as layer 0.
         paths: of the table's parts, one behind the other.
-        dtype: of decoded rows.
     """
 
     def __init__(

@@ -75,7 +75,6 @@ def make_texts(
         encode: text -> token ids, without those around it.
         begin: ids that every sequence begins with. Many models give nonsense without their BOS.
         sequences: for calibration, at most.
-        max_context: of the model: no sequence is longer.
         positions: in all sequences of the check, at most.
 
     Raises:

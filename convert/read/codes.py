@@ -97,11 +97,7 @@ class AffineMatrix:
         return Packed(mx.array(words), *(narrow if exact else wide))
 
     def _checked(self, rows: slice) -> Triple:
-        """triple(), all of it finite.
-
-        Raises:
-            CheckpointError: a scale or a zero point is not.
-        """
+        """triple(), all of it finite. Raises CheckpointError where one is not."""
         words, scales, biases = self.triple(rows)
         if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
             raise CheckpointError(f"{self.info.name} has scales that are infinite or NaN.")

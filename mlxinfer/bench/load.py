@@ -61,7 +61,6 @@ class ChatClient:
 
     Args:
         url: with or without /v1, such as "http://127.0.0.1:8080/v1".
-        key: sent as a bearer token.
         timeout_s: of silence.
 
     Attributes:

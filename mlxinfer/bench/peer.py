@@ -14,11 +14,7 @@ Clock = Callable[[], float]  # seconds
 
 
 def require_peer() -> str:
-    """The version of mlx-lm that is installed.
-
-    Raises:
-        BackendMissingError: none is.
-    """
+    """The version of mlx-lm that is installed. Raises BackendMissingError: none is."""
     try:
         return version("mlx-lm")
     except PackageNotFoundError:
@@ -59,9 +55,6 @@ class PeerGeneration:
 
     On MLX's CPU backend its activations are float32, as those of mlxinfer are there: 16-bit
     arithmetic takes ten times as long there, and would flatter the side that avoids it.
-
-    Args:
-        folder: with the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -29,11 +29,7 @@ NO_TOKENS = np.zeros(0, np.int32)
 def prepare(
     metadata: StepMetadata, group: PageGroup, layers: Sequence[PagedLayer], place: TailPlace
 ) -> "Prepared":
-    """Prepare the attention of one step.
-
-    Args:
-        place: where tokens go in tails.
-    """
+    """Prepare the attention of one step."""
     if metadata.spans is not None and not group.window.sees_spans:
         metadata = replace(metadata, spans=None)
     short: list[OnMetal | Gathered] = []
@@ -150,7 +146,6 @@ class Prepared:
     """All that the layers of a group share in one step.
 
     Args:
-        place: where tokens go in tails.
         short: how the rows of short segments attend, part by part.
         chunks: prefill chunks, which come last in the flat list.
         tiles: the same chunks through a kernel, for layers that have one.

@@ -46,10 +46,6 @@ def running_sequences(
 
     Args:
         paged: of `layers`, those that have pages.
-        layers: that this rank has.
-        page_size: tokens.
-        max_batch: that were asked for.
-        budget_bytes: for all arrays together.
     """
     tails_bytes = 2 * page_size * sum(layer.tail_bytes_each for layer in paged)
     state_bytes = sum(layer.state_bytes for layer in layers)
@@ -75,10 +71,6 @@ def plan_groups(
 
     Args:
         layers: of the whole model, those that have pages.
-        page_size: tokens.
-        prefill_chunk: tokens of a step's prefill.
-        max_batch: sequences that may run at once.
-        budget_bytes: for all pages.
         num_pages: of each full group, in place of as many as there is room for.
         elsewhere: bytes of a token in layers that manage their caches themselves.
     """
@@ -126,7 +118,6 @@ def page_counts(
 
     Args:
         costs: bytes of a page of each group.
-        budget_bytes: for all pages.
         max_held: pages that all sequences together can hold of each group; None: bound by their
             length alone.
         num_pages: of every full group, instead of as many as the budget holds.
@@ -184,7 +175,6 @@ def grown(pages: int, extent: int, limit: int) -> int:
 
     Args:
         extent: one more than the highest page handed out.
-        limit: that there may ever be.
     """
     while pages < extent:
         if pages < DOUBLED:

@@ -107,7 +107,6 @@ class Chunk:
 
         Args:
             read: of tokens counted in `reads`.
-            softmax: of the layer.
             way: one of `ways`.
 
         Returns:

@@ -243,7 +243,6 @@ def seal_index(
 
     Args:
         moves: tokens of pages that a window has already recycled are left out.
-        group: the layer group, by number.
 
     Returns:
         None: nothing moves.

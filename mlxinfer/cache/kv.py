@@ -158,7 +158,6 @@ class KVCache:
     """Pages and tails of all layers, and states of sequences.
 
     Args:
-        page_size: tokens a page.
         max_batch: sequences that may run at once; lowered where tails would take over the budget.
         prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
         num_pages: pages of every full group instead of as many as the budget holds.
@@ -167,8 +166,6 @@ class KVCache:
 
     Attributes:
         layers: of the whole model: the same objects serve all steps.
-        paged: layers that have pages, here.
-        groups: those of pages.
         state_group: what is kept of whole sequences; None: nothing is.
         tail_bytes: of all tails: what a step copies that is launched while another one holds them.
 
@@ -273,7 +270,6 @@ class KVCache:
         still need. If the number of pages is fixed, only the rest of the budget can be.
 
         Args:
-            num_bytes: in all, at every call.
             lengths: that unfinished sequences may come to have, tokens.
 
         Returns:
@@ -322,9 +318,6 @@ class KVCache:
         """Do the work that is due before a step; returns the entries of pages that are read out.
 
         Only behind a barrier if `work.writes_pages`.
-
-        Args:
-            new_slots: have a new owner in this step.
         """
         for group in self._all:
             group.before_step(work)

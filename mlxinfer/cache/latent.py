@@ -155,8 +155,6 @@ class LatentLayer(PagedLayer):
             projection: the mixer's up-projections: `absorb` of queries (N, H, dn) -> (N, H, r),
                 `value` of weighted sums of latents (N, H, r) -> (N, H, dv), and `expand` of latents
                 (S, r) -> keys (S, H, dn) and values (S, H, dv).
-            scale: multiplies the scores.
-            index: of the same tokens, where the layer has one.
             choice: the tokens that each of them sees; None: all before it, or as `index` says.
 
         Returns:
@@ -334,7 +332,6 @@ def ranked(
         weights: (n, Hi).
         keys: (S, di).
         visible: (n, S).
-        count: entries that are seen.
     """
     if len(keys) <= count:
         return visible

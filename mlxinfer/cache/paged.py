@@ -94,7 +94,6 @@ class TailPlace:
     Attributes:
         rows: (N,) their rows in the flat list; None: all, in order.
         slots, offsets: (N,) the tail of each, and its place in it.
-        ring: tokens of a tail.
         is_decode: the step has one token of each of some sequences, and no others.
         positions: (max(T, 8),) by which all tokens are turned, zeros at the end. None: no layer
             writes by positions, or tokens have three each.

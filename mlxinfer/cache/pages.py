@@ -28,14 +28,12 @@ class PageTable:
     After them follows page number (position // page_size) `first`.
 
     Args:
-        page_size: tokens a page.
         num_kept: pages at the front that stay.
         first: see above; num_kept at least.
         kept: pages of the first page numbers, up to `num_kept` of them.
         pages: those from page number `first` on.
 
     Attributes:
-        num_changes: so far.
         rewritten: the last of them that changed a page that was there; 0: none did. Others add
             pages behind the last one, or recycle the first ones.
     """
@@ -141,7 +139,6 @@ class PageTable:
         """Take another table's pages: recycled up to `first`, from page number `start` on these.
 
         Args:
-            first: see the constructor.
             start: a page number, at most the number of pages.
             pages: what `numbers_from` gave, as bytes.
         """
@@ -320,7 +317,6 @@ class AttentionWindow:
         """Whether each query position sees each key position; arrays that broadcast.
 
         Args:
-            queries, keys: positions.
             spans: (2, ...) positions from, and up to, of the span of each query, with the axes of
                 `queries`: inside its span a query sees later ones, too; None: there are no spans.
         """
@@ -422,10 +418,6 @@ class StateGroup:
     A state cannot go back: a sequence resumes only where a snapshot was taken. Snapshots are known
     by numbers that are never used twice, so that one may be dropped and another be taken before
     either is done to the arrays.
-
-    Args:
-        num_bytes: of one state, all layers together.
-        max_snapshots: that may be there at once.
     """
 
     def __init__(self, num_bytes: int, max_snapshots: int) -> None:

@@ -139,9 +139,6 @@ class StatePart:
 class StateLayer:
     """One recurrent layer's cache.
 
-    Args:
-        formats: of keys and values elsewhere in the model.
-
     Attributes:
         state_bytes: that are kept of a sequence, whatever its length.
         token_bytes: that are kept besides of each token: none.
@@ -208,12 +205,7 @@ class StateLayer:
 
 
 class RecurrentGroup(StateGroup):
-    """States of running sequences, by slot, and snapshots, by number.
-
-    Args:
-        layers: recurrent ones, those that this rank has.
-        snapshot_bytes: that all snapshots may take.
-    """
+    """States of running sequences, by slot, and snapshots, by number."""
 
     def __init__(self, layers: Sequence[StateLayer], snapshot_bytes: int) -> None:
         num_bytes = sum(layer.state_bytes for layer in layers)

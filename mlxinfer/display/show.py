@@ -26,11 +26,7 @@ def show(deltas: "Iterator[Delta]", thumbnails: Sequence[str] = ()) -> "Result |
 
 
 def thumbnails_of(sources: Sequence[Any]) -> tuple[str, ...]:
-    """Pictures as small data: URLs.
-
-    Raises:
-        PictureError: a picture cannot be read.
-    """
+    """Pictures as small data: URLs. Raises PictureError: a picture cannot be read."""
     from ..images import thumbnail_url
     from .cards import PICTURE_SIDE
 

@@ -57,11 +57,7 @@ class AdapterTable:
         return sum(adapter.num_bytes for adapter in self._in_use.values())
 
     def of(self, name: str) -> LoadedAdapter:
-        """The adapter of a name.
-
-        Raises:
-            InvalidRequestError: there is none.
-        """
+        """The adapter of a name. Raises InvalidRequestError: there is none."""
         if name not in self._by_name:
             raise no_adapter(name, self.names)
         return self._by_name[name]

@@ -299,7 +299,6 @@ def _proposals(num_decodes: int, samples: list[tuple[Segment, int]], most: int) 
     """The proposals behind the rows of a step that verifies some.
 
     Args:
-        num_decodes: rows of single tokens, which come first.
         samples: of the other rows, the segment and how many proposals come before the row.
     """
     counts = [0] * num_decodes + [i for _, i in samples]

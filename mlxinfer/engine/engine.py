@@ -106,7 +106,6 @@ def generation(load: Load, followers: Followers = NO_FOLLOWERS) -> Callable[[Emi
 
     Args:
         load: returns the model, how to run it, and the proposer of tokens that steps verify.
-        followers: the other ranks of a model that is spread over several.
     """
 
     def make(emit: Emit) -> Loop:

@@ -18,7 +18,6 @@ def token_events(
     """One event for each sampled token, with finish reason and log-probabilities if any.
 
     Args:
-        sampling: the R rows.
         token_ids: (R,)
         result: which of them ended answers, or are discarded.
     """

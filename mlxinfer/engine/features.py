@@ -58,7 +58,6 @@ class PictureFeatures(FeatureSource):
 
     Args:
         tower: of the model; None: it does not see, and no request has a picture.
-        max_bytes: that all kept features may take.
         slice_s: seconds of a slice; None: one piece of the tower's pass.
         counts: of earlier features of the same engine, which go on.
         clock: seconds that only grow.

@@ -101,7 +101,6 @@ def _allow_ends(request: Request, state: Grammar, mask: Masks, num_answered: int
     Args:
         state: of its grammar after `num_answered` tokens.
         mask: (ceil(V / 32),) what the grammar allows.
-        num_answered: tokens of the answer before this one.
     """
     early = num_answered < request.params.min_tokens
     if state.problem is not None:

@@ -25,8 +25,6 @@ class KVManager:
     """Takes and gives back pages for sequences.
 
     Args:
-        groups: what layers keep in pages.
-        reuse: whether prompts may use what earlier requests left.
         states: of recurrent layers; None: there are none.
         store: where evicted pages go, and come back from.
     """
@@ -68,9 +66,6 @@ class KVManager:
         """Take what memory has of a sequence and the pages for the rest of its known tokens.
 
         A partial page that it shares is copied before the next step.
-
-        Args:
-            spare: pages of each group to leave free.
 
         Returns:
             False: there is no room now; then nothing is taken.

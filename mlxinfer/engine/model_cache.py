@@ -70,7 +70,6 @@ def disk_identity(
     """Pages of disk and peers are shared only between equal weights, versions and KV formats.
 
     Args:
-        kernels: the identity of the kernels that compute what is stored.
         form: what part of a model spread over ranks this is; empty: it is not spread.
     """
     versions = f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}"

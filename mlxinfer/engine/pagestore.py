@@ -115,7 +115,6 @@ class PageStore:
     Args:
         disk: of this model and KV format; None, and opened later: the model's identity is not known
             yet, so that nothing is stored or found.
-        groups: what layers keep in pages.
         states: of recurrent layers: their snapshots are entries, too; None: there are none.
         max_bytes: that the disk may hold; 0: there is no disk.
         max_received_bytes: pages from peers that may wait for their prompts.
@@ -290,7 +289,6 @@ class PageStore:
 
         Args:
             prefix: as it was when `point` was found.
-            point: where the prompt could go on from memory alone.
             has_room: whether it could begin there.
 
         Returns:
@@ -413,8 +411,6 @@ class PageStore:
 
         Args:
             stop: pages.
-            has: whether there is the page of a number and group.
-            spans: of the prompt; none is cut.
         """
         size = self.page_size
 

@@ -41,10 +41,8 @@ class EngineParts:
         kernels_when_idle: kernels that the first steps do not need are checked later, by
             `Loop.idle_work`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
-        followers: the other ranks of a model that is spread over several.
 
     Attributes:
-        adapters: that requests may name.
         limits: of requests; a new value whenever they change.
         post: lets a function run on the engine's thread between two turns; for any thread.
     """

@@ -245,7 +245,6 @@ class PeerFetches:
     """Brings pages of prompts from peers while their requests wait. A thread of its own asks.
 
     Args:
-        store: where pages go, and what is known of their sizes.
         options: the peers, at least one.
     """
 

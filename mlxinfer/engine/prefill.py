@@ -34,9 +34,6 @@ class Beside(NamedTuple):
     """What a step has beside prompts, where tenants share the steps.
 
     Attributes:
-        tenants: whose answers get tokens in it.
-        seconds: that their rows take.
-        most_s: that the step may take.
         shared_s: that a step takes for any number of rows: prompts get as long at least, because
             smaller parts would waste more than half of the step.
     """
@@ -51,7 +48,6 @@ class PrefillSizer:
     """Sizes the prefill part of steps.
 
     Args:
-        page_size: tokens a page.
         most: tokens of all prompts in one step; whole pages.
         slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
             takes `fixed` tokens, half of that while others run.
@@ -104,7 +100,6 @@ class PrefillSizer:
         Args:
             prefilling: running sequences with prompts to compute, oldest first.
             num_running: of all that run, without prompts that wait for pictures.
-            beside: where tenants share the steps and times may size them.
         """
         page_size = self._page_size
         served, self._rows_s = ((), None) if beside is None else beside[:2]
@@ -334,9 +329,6 @@ def prefill_shares(
 
     Args:
         prefilling: oldest first.
-        room: for all prompts together.
-        page_size: tokens a page.
-        cost: of each token of a sequence.
         least: tokens that the oldest prompt gets, even if there is no room; None: a page.
     """
     if not prefilling:

@@ -188,7 +188,6 @@ class PictureRows(NamedTuple):
 
     Attributes:
         start, stop: positions of the first token, and behind the last one.
-        in_prompt: whether the first token is the prompt's.
     """
 
     pictures: PromptPictures

@@ -33,9 +33,6 @@ class Proposer(Protocol):
 
         0: no proposals; then the next step is launched while this one runs. Otherwise the step in
         flight is read first, unless micro-batches take turns.
-
-        Args:
-            num_decoding: sequences that decode in all micro-batches together.
         """
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:

@@ -44,7 +44,6 @@ class FeatureSource:
     """Says which tokens of prompts with pictures can be computed. Here: all, since none has any.
 
     Attributes:
-        wanted: the pictures that running sequences wait for.
         worked_s: seconds that the tower took since the last step.
     """
 
@@ -69,7 +68,6 @@ class RequestQueues:
     holds more: the youngest sequences of that tenant are preempted.
 
     Args:
-        max_batch: sequences that may run at once.
         features: of pictures, which running sequences hold, too.
     """
 
@@ -113,7 +111,6 @@ class RequestQueues:
         """Queue a valid request.
 
         Args:
-            max_output: tokens of its answer.
             rope_variant: see `Model.rope_variant`.
             adapter: its number; 0: none.
         """
@@ -190,8 +187,6 @@ class RequestQueues:
         room than there is, only a tenant without a slot may pass it, for a slice of work.
 
         Args:
-            prefilling: running sequences with prompts to compute.
-            most: how many of these there may be.
             again: whether preempted sequences may start: not in the step that preempted them, which
                 may still have a token of theirs.
         """

@@ -77,11 +77,7 @@ class StepTimes:
 
 
 class DecodeRows:
-    """Limits the rows of a step, so that each tenant's tokens come as often as its share says.
-
-    Args:
-        slice_s: of a step, for prompts and the rows beside them.
-    """
+    """Limits the rows of a step, so that each tenant's tokens come as often as its share says."""
 
     def __init__(self, slice_s: float) -> None:
         self._slice_s = slice_s
@@ -101,7 +97,6 @@ class DecodeRows:
         """The sequences of the next step, in the given order.
 
         Args:
-            prefilling: tenants with prompts to compute.
             page_s: that a page of a prompt takes in a step.
         """
         rows: dict[Tenant, list[Sequence]] = {}

@@ -287,8 +287,6 @@ class Runner:
 
     Args:
         taps: layers whose outputs every step gives beside its tokens, see `Taps`.
-        followers: the other ranks of a model that is spread over several.
-        gather: gives the features of a step's pictures.
     """
 
     def __init__(

@@ -41,14 +41,7 @@ def open_store(loop: "Loop") -> tuple[PageStore, DiskTier]:
 
 
 class Saving:
-    """Writes the prompt of a slot to the disk, in pieces for `Engine.change`.
-
-    Args:
-        salt: of the requests whose prompts may be saved.
-
-    Attributes:
-        prompt: set at the end.
-    """
+    """Writes the prompt of a slot to the disk, in pieces for `Engine.change`."""
 
     def __init__(self, place: Place, salt: str | None) -> None:
         self._place, self._salt = place, salt

@@ -38,8 +38,6 @@ class Scheduler:
     """Continuous batching over paged KV.
 
     Args:
-        kv_manager: gives pages to sequences.
-        max_batch: sequences that may run at once.
         prefill_chunk: prompt tokens a step at most, all sequences together.
         prefill_slice_s, prefill_fixed: see `PrefillSizer`.
         proposer: of tokens to verify; None: a step computes one token of each answer.

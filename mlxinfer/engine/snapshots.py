@@ -18,11 +18,6 @@ class Snapshots:
     - at the last page boundary before the prompt's end;
     - where prompts part: at `Request.boundaries`, and where memory has more pages than snapshots;
     - where a sequence ends or is preempted.
-
-    Args:
-        prefix: gives snapshots to pages.
-        names_of: the names of a sequence's pages.
-        reuse: whether any are taken.
     """
 
     def __init__(

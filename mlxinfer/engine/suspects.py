@@ -26,7 +26,6 @@ class Suspects:
     """Which kinds of kernels are left out now.
 
     Args:
-        kernels: of the model, on this rank.
         tell: lets other ranks leave out the same kinds, see `Followers.leave_out`.
 
     Attributes:

@@ -83,9 +83,6 @@ class MaskTimeLimit:
 class CompiledGrammar:
     """A grammar over the tokens of a model. Safe to use from several threads.
 
-    Args:
-        table: of the tokens.
-
     Raises:
         InvalidRequestError: it exceeds a limit with these tokens.
     """

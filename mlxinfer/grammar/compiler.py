@@ -32,12 +32,7 @@ PROGRAM = "mlxinfer.grammar.check_process"
 
 
 class CheckProcess(KillableProcess):
-    """The process in which grammars are tried out.
-
-    Args:
-        max_seconds: limit of one grammar.
-        max_bytes: memory that the process may take.
-    """
+    """The process in which grammars are tried out."""
 
     def __init__(self, *, max_seconds: float = 5.0, max_bytes: int = 1 << 30) -> None:
         super().__init__(PROGRAM, NOTHING, max_seconds=max_seconds, max_bytes=max_bytes)
@@ -54,7 +49,6 @@ class CheckProcess(KillableProcess):
         Args:
             special: {id: text} of the control tokens that it may name.
             vocab_size: upper end of the ids that it may name.
-            abandoned: says whether the caller has left.
 
         Raises:
             CancelledError: the caller has left.
@@ -95,7 +89,6 @@ class GrammarCompiler:
 
     Args:
         vocab_size: of the model, which may be larger than the tokenizer's.
-        end_ids: tokens that end an answer.
         cache_bytes: memory of the cached grammars together, about.
         checker: tries grammars out; None: one with the usual limits.
     """
@@ -126,9 +119,6 @@ class GrammarCompiler:
         self, spec: GrammarSpec, abandoned: Callable[[], bool] = lambda: False
     ) -> "TokenGrammar":
         """Return the state of a new answer under a grammar.
-
-        Args:
-            abandoned: says whether the caller has left.
 
         Raises:
             InvalidRequestError: the grammar cannot be compiled, or not within the limits.

@@ -23,7 +23,6 @@ class Guidance:
 
     Args:
         reasoning: how the model reasons; a grammar lets it do so before the answer.
-        end_ids: tokens that end an answer.
 
     Attributes:
         compiler: starts the grammars, which takes milliseconds to seconds: too long for an event
@@ -54,10 +53,6 @@ class Guidance:
         """Return the grammar of the answer to a prompt, None for any text. Compiles nothing.
 
         With a spec and tools the answer is calls, or a text that the spec allows.
-
-        Args:
-            prompt_ids: the prompt, which may have opened the reasoning.
-            reasons: the model may reason before the answer.
 
         Raises:
             InvalidRequestError: a schema of a tool is too large, or none.
@@ -100,7 +95,6 @@ class Guidance:
         Args:
             grammar: of the whole answer; None: any text.
             max_reasoning_tokens: then the reasoning is closed; None: no bound.
-            prompt_ids: the prompt, which may have opened the reasoning.
         """
         if max_reasoning_tokens is None or self._reasoning is None:
             return grammar

@@ -24,11 +24,7 @@ _OURS = frozenset(("$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor")
 
 
 class References:
-    """The places of a schema that references can name.
-
-    Args:
-        place: its place in the request, for messages.
-    """
+    """The places of a schema that references can name."""
 
     def __init__(self, schema: Mapping[str, Any], place: str) -> None:
         self._root, self._place = schema, place

@@ -192,7 +192,6 @@ def tool_calls(
     Args:
         grammar: Lark with the schemas of the tools, as `text.tools` writes it.
         schemas: (place in the request, schema) of each of these tools.
-        unenforced: what calls are checked against.
 
     Raises:
         InvalidRequestError: those of json_schema.
@@ -202,11 +201,7 @@ def tool_calls(
 
 
 def schema_part(schema: Any, *, place: str) -> SchemaPart:
-    """Return a checked schema with JSON_STYLE.
-
-    Raises:
-        InvalidRequestError: those of json_schema.
-    """
+    """Return a checked schema with JSON_STYLE. Raises InvalidRequestError: those of json_schema."""
     check_schema(schema, place=place)
     if schema is False:
         raise InvalidRequestError(f"{place} is false, which nothing satisfies.", param=place)
@@ -267,7 +262,6 @@ def response_format(value: Any, *, place: str = "response_format") -> GrammarSpe
             (as chat completions have it,
             {"json_schema": {"schema": ...}}, or flat, as responses have it), "regex", "choice" or
             "grammar", with the grammar under that name: {"type": "regex", "regex": ...}.
-        place: the field's name, for messages.
 
     Raises:
         InvalidRequestError: it is none of these, or its grammar is invalid.

@@ -37,7 +37,6 @@ def token_table(
 
     Args:
         vocab_size: of the model, which may be larger than the tokenizer's.
-        end_ids: tokens that end an answer.
 
     Raises:
         UnsupportedModelError: the model has no end token that this tokenizer knows.

@@ -125,7 +125,6 @@ def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
 
     Args:
         words: what to look for; "": the most downloaded of all.
-        mlx_only: only those that were converted for MLX.
 
     Raises:
         DownloadError: the hub could not be reached, or refused.

@@ -66,7 +66,6 @@ class Gemma4Processor(ImageProcessor):
         pool: patches along a side of what becomes one feature.
         max_features: of a picture, as the checkpoint says.
         whole: a patch is all that becomes one feature: there is no tower to pool them.
-        begin_id, end_id: the tokens around the features.
     """
 
     patch: int

@@ -65,13 +65,7 @@ def colours_last(patches: Levels, scale: ColourScale) -> NDArray[np.float32]:
 
 
 def colours_first(patches: Levels, scale: ColourScale, *later: Levels) -> NDArray[np.float32]:
-    """Rows (P, 3 * frames * side * side) of patches (..., side, side, 3), colour by colour.
-
-    Args:
-        patches: in the order of the rows.
-        scale: of the levels.
-        later: the same patches in later frames.
-    """
+    """Rows (P, 3 * frames * side * side) of patches (..., side, side, 3), colour by colour."""
     table = scale.table()
     levels = [frame.reshape(-1, *frame.shape[-3:]) for frame in (patches, *later)]
     count, side = levels[0].shape[:2]
@@ -87,7 +81,6 @@ def digest_of(processor: object, tiles: tuple[Tile, ...]) -> bytes:
 
     Args:
         processor: its repr names all that its patches depend on beside the pixels.
-        tiles: of the picture.
     """
     digest = hashlib.blake2b(repr(processor).encode(), digest_size=16)
     for tile in tiles:

@@ -21,7 +21,6 @@ class PixtralProcessor(ImageProcessor):
         patch: side of a patch in pixels.
         merge: patches along a side of what becomes one feature.
         edge: pixels of the longer side, at most.
-        row_end_id, end_id: the tokens behind a row and behind the picture.
     """
 
     patch: int

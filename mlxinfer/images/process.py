@@ -126,7 +126,6 @@ def prepare(
     """Decode a picture or a video and make it ready for a model.
 
     Args:
-        source: to see.
         processor: of the model, for what `source` is.
         budget: of the request; what this takes is taken off.
 

@@ -83,7 +83,6 @@ class VideoProcessor(ABC):
         """Choose frames and make them ready.
 
         Args:
-            video: to see.
             max_tokens: features of each picture that the video is made of, a frame or a pair of
                 frames.
 

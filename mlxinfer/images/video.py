@@ -153,7 +153,6 @@ def every(video: Video, *, fps: float, least: int, most: int, step: int) -> list
     """The frames that Qwen2-VL and Qwen2.5-VL see: all, or `fps` in a second if there are more.
 
     Args:
-        video: to see.
         fps: frames in a second.
         least, most: frames, if the video has as many.
         step: frames that are seen as one; fewer frames than all are a multiple of it.

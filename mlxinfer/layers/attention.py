@@ -40,7 +40,6 @@ class Mixer(Protocol):
 
         Args:
             x: (T, hidden).
-            step: of the tokens.
             residual: (R, hidden) that is added to the result; None: nothing is.
 
         Returns:
@@ -50,11 +49,7 @@ class Mixer(Protocol):
 
 
 class ParallelMixers:
-    """Mixers of one layer that read the same input; their outputs are added up.
-
-    Args:
-        parts: each with a cache of its own.
-    """
+    """Mixers of one layer that read the same input; their outputs are added up."""
 
     __slots__ = ("parts",)
 

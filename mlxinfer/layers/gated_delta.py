@@ -27,7 +27,6 @@ class GatedDeltaNet(RecurrentMixer):
         in_proj: (T, hidden) -> queries, keys and values (Hk Dk, Hk Dk, Hv Dv), output gates
             (Hv Dv), strengths and time steps (Hv each), side by side.
         out_proj: (T, Hv * Dv) -> (T, hidden).
-        conv: over queries, keys and values.
         norm: over the Dv numbers of each head's output.
         log_rate: (Hv,) float32; decay is exp(-exp(log_rate) * softplus(time step + step_bias)).
         step_bias: (Hv,) float32.
@@ -98,7 +97,6 @@ class GatedDeltaNet(RecurrentMixer):
 
         Args:
             inputs: outputs of `in_proj` (B, L, ...); then time steps, if they are not among these.
-            run: runs a recurrence.
         """
         mixed, seen = run(0, inputs[0], *self.conv)
         y, state = run(1, mixed, inputs[0], inputs[-1], self.rate, self.step_bias)

@@ -145,8 +145,6 @@ class MixingConnection:
     Args:
         logits: streams (T, n * hidden) -> (T, n + n + n * n): of the weights with which the block
             reads the streams, of those with which they take its output, and of the matrix.
-        norm: over what the block reads.
-        form: how weights follow from logits.
     """
 
     __slots__ = ("_in_kernel", "form", "logits", "norm")

@@ -23,7 +23,6 @@ class Mamba2(RecurrentMixer):
     Args:
         in_proj: (T, hidden) -> gates (H P), x, b and c (H P, G N, G N), time steps (H).
         out_proj: (T, H * P) -> (T, hidden).
-        conv: over x, b and c.
         norm: over (T, H * P), or (T, G, R * P) where there are several groups; None: no norm.
         gate_first: outputs are gated before the norm, else behind it.
         num_groups: G.

@@ -131,9 +131,6 @@ class NgramLayer:
     """Adds the values of a token's n-grams to each stream, as far as the stream asks for them.
 
     Args:
-        window: of the ids.
-        hashing: from ids to rows.
-        table: of the rows.
         key_proj: of a token's rows side by side -> (T, s * hidden), a key for each stream.
         value_proj: of the same -> (T, hidden).
         norms: over each stream (T, s, hidden), of keys, of the streams, and before `conv`.

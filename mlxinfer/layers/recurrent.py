@@ -131,7 +131,6 @@ class ShortConv(RecurrentMixer):
     Args:
         in_proj: (T, hidden) -> (T, 3 * hidden): b, c and x.
         out_proj: (T, hidden) -> (T, hidden).
-        spec: of one state, the convolution's.
     """
 
     __slots__ = ("conv",)

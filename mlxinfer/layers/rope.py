@@ -202,7 +202,6 @@ def rotary_order(num_heads: int, before: int, rotary: int, width: int) -> list[i
     """Outputs of heads that have rotary pairs side by side, with pairs half a part apart.
 
     Args:
-        num_heads: heads, one after the other.
         before: numbers of a head before its rotary part.
         rotary: numbers of that part.
         width: numbers of a head.

@@ -245,7 +245,6 @@ class Layer(Protocol):
         Args:
             x: (T, hidden).
             normed: `first_norm` of x; None: it is still to be computed.
-            step: of the tokens.
 
         Returns:
             The output (T, hidden), and the norm of it that `pass_on` named or None.

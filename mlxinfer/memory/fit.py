@@ -134,7 +134,6 @@ def fit_of(
     """The verdict of a model with known config and weights.
 
     Args:
-        weights_bytes: that are to be in memory.
         folder: of its config.json, which says how many ranks can share it; None: that is left out.
         context: tokens for which there must be room; None: ENOUGH_CONTEXT, or all that it has.
         stored_bytes: of all weights, from which follows what would fit; None: all are in memory.

@@ -189,8 +189,6 @@ def whole_tables(
     other ranks. Where each rank has some of their rows, rank 0 reads them whole.
 
     Args:
-        model: or this rank's part.
-        folder: that it was loaded from.
         has_logits: the head has no output projection of its own.
     """
     from dataclasses import replace

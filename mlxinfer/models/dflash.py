@@ -111,7 +111,6 @@ class BlockDraft:
     """The draft network.
 
     Args:
-        model: that has the embeddings and the output projection.
         fc, hidden_norm: project the outputs of these layers (n, taps * hidden) to (n, hidden).
         block_size: rows of a block, the newest token included.
         mask_token_id: stands where a token is to be proposed.
@@ -152,7 +151,6 @@ class BlockDraft:
 
         Args:
             tapped: (n, taps * hidden) outputs of the model's layers there.
-            start: position of the first.
         """
         hidden = self._hidden_norm(self._fc(tapped))
         positions = mx.arange(start, start + tapped.shape[0])

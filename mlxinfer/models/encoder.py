@@ -47,7 +47,6 @@ class SummedEmbeddings:
     Attributes:
         num_read_types: types that tokens may be of. 0: the table has one row at most (RoBERTa), and
             every token is of type 0, whatever the tokenizer says of pairs.
-        norm: over the sum.
     """
 
     __slots__ = ("first", "norm", "num_read_types", "positions", "token_types")

@@ -77,11 +77,7 @@ def load_mtp(folder: Path, model: Model) -> Predictor:
 
 
 class _Names:
-    """Renames a predictor's tensors to those of further layers; None: not a predictor's.
-
-    Args:
-        rename: of the family, for what lies in a layer.
-    """
+    """Renames a predictor's tensors to those of further layers; None: not a predictor's."""
 
     def __init__(self, first: int, count: int, rename: Callable[[str], str | None]) -> None:
         self._first, self._count, self._rename = first, count, rename
@@ -109,7 +105,6 @@ def _longer(config: ModelConfig, blocks: Sequence[str], *, sparse: bool) -> Mode
 
     Args:
         blocks: what each of these layers is; none: there is one.
-        sparse: whether they have experts.
     """
     count = max(len(blocks), 1)
     states = config.states or (None,) * config.num_layers

@@ -138,7 +138,6 @@ class Predictor:
         model: shares its embeddings, and its output projection where the predictor brings none.
         config: sizes of the predictor; `vocab_size` is the model's.
         taps: layers of the model that it reads, see `Taps`.
-        norm: before the logits.
         enter: outputs of the model's layers (n, taps * hidden) -> (n, hidden); None: as they are.
         chains_normed: whether the chain goes on from what `norm` gives, else from what it reads.
         embed_tokens: ids (T,) -> (T, hidden).

@@ -48,11 +48,7 @@ def row_groups(lengths: Sequence[int]) -> list[RowGroup]:
 
 
 class Masks:
-    """Which tokens of a row see which, made once for all layers of a pass.
-
-    Args:
-        bidirectional: tokens see those after them too.
-    """
+    """Which tokens of a row see which, made once for all layers of a pass."""
 
     def __init__(self, bidirectional: bool) -> None:
         self.bidirectional = bidirectional

@@ -100,11 +100,7 @@ class OtherAdapters(FollowerAdapters):
 
 
 class OwnAdapters:
-    """The adapters of a rank that follows: its part of each, by the orders of rank 0.
-
-    Args:
-        say: answers rank 0; from any thread.
-    """
+    """The adapters of a rank that follows: its part of each, by the orders of rank 0."""
 
     def __init__(self, rank: int, say: Say) -> None:
         self._rank = rank
@@ -123,7 +119,6 @@ class OwnAdapters:
         """Read the files, while steps go on; `AdapterDone` follows.
 
         Args:
-            number: of its rows in steps.
             identity: of the files that rank 0 has.
         """
         given = number, folder, identity

@@ -140,7 +140,6 @@ def gather(
 
     Args:
         listener: where they come.
-        own: rank 0's.
         within_s: seconds that they may take.
         check: called several times a second; may raise.
 

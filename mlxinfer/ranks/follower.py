@@ -57,8 +57,6 @@ class Follower:
     """One rank.
 
     Args:
-        place: which, among which.
-        connection: to rank 0.
         find: folders of models on this machine; None: those of rank 0.
         ended: ends the process, or makes another of it.
     """

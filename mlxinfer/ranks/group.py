@@ -240,11 +240,7 @@ class RankGroup(Followers):
     # -- steps ----------------------------------------------------------------------------------
 
     def send(self, step: StepInputs) -> None:
-        """Let the others run a step too.
-
-        Raises:
-            RanksFailedError: the group has failed.
-        """
+        """Let the others run a step too. Raises RanksFailedError: the group has failed."""
         message = self._writer.message(step, [g.allocator.extent for g in self._groups])
         if message.checked:
             value = checksum(step)

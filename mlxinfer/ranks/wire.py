@@ -165,11 +165,7 @@ class StepWriter:
 
 
 class StepReader:
-    """Messages to steps, in their order.
-
-    Args:
-        page_size: tokens a page.
-    """
+    """Messages to steps, in their order."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size

@@ -68,11 +68,7 @@ class RemoteAnswer:
         return AnswerStep(self._index, Delta(parts=parts, token_ids=ids))
 
     def finish(self) -> AnswerStep:
-        """The last step.
-
-        Raises:
-            ServerError: the stream ended before the answer had.
-        """
+        """The last step. Raises ServerError: the stream ended before the answer had."""
         if self._reason is None:
             raise ServerError("The server broke off within the answer.")
         ends = self._ends_of_calls()

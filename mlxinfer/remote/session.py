@@ -236,9 +236,6 @@ class RemoteAnswers:
     """Answers of a server, each to a request of its own.
 
     Iterating reads one answer after the other; `results` waits for all at once.
-
-    Args:
-        session: sends the requests.
     """
 
     def __init__(self, session: RemoteSession, requests: Sequence[Request]) -> None:

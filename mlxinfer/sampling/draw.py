@@ -195,7 +195,6 @@ def take_or_redraw(
         proposed: (E,) the proposal of each row, a token of the model.
         streams: (E,) of random numbers.
         counts: (E,) index of each row's token in its answer.
-        vocab_size: of the model.
 
     Returns:
         (E,) uint32

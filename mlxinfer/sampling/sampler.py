@@ -214,7 +214,6 @@ class Sampler:
         """Keep the settings and the memories of a request, new or resumed.
 
         Args:
-            slot: not in use.
             output_ids: its answer so far; not empty where it resumes.
             stop_ids: the tokens that end it, forbidden before params.min_tokens.
             breakers: tokens that no repetition reaches over, for DRY.

@@ -13,7 +13,6 @@ class TokenBuffer:
     """Token ids in the order in which they came.
 
     Args:
-        ids: the first of them.
         last: only the newest so many are kept; None: all are.
     """
 
@@ -63,12 +62,7 @@ class TokenBuffer:
 
 
 class Repeats:
-    """The tokens of one request, and how much of them the newest ones repeat.
-
-    Args:
-        ids: tokens of prompt and answer so far.
-        breakers: tokens that break a repetition.
-    """
+    """The tokens of one request, and how much of them the newest ones repeat."""
 
     def __init__(self, ids: Sequence[int], breakers: frozenset[int]) -> None:
         self.breakers = breakers

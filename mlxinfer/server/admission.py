@@ -39,7 +39,6 @@ class Admission:
 
     Args:
         max_waiting: requests without a token.
-        max_waiting_tokens: of their prompts together.
         clock: seconds that only grow.
     """
 
@@ -68,7 +67,6 @@ class Admission:
         """Count the requests of a call in; `leave` counts each of them out.
 
         Args:
-            tenant: whose call it is.
             prompts: tokens of the prompt of each request.
             give_up: see `WaitingCall`.
 

@@ -17,7 +17,6 @@ class AnswerMetrics:
     """Counts what becomes of answers; it watches them (`session.answers.AnswerWatcher`).
 
     Args:
-        metrics: of their model, and of their key.
         note_reuse: keeps a record of what the first prompt reused, if its engine says that.
         leave_queue: is called with the index of an answer that waits for no first token any more.
 

@@ -133,8 +133,6 @@ def decode(body: bytes, kind: type[B], place: str = "") -> B:
     """Return the body as a struct, checked.
 
     Args:
-        body: JSON in UTF-8.
-        kind: the struct.
         place: the field that the JSON is the value of, for errors; "": the JSON is a whole body.
 
     Raises:
@@ -194,9 +192,6 @@ def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
 
 def same_field(given: Mapping[str, T | None]) -> T | None:
     """The value of a field that has several names; None: it is absent.
-
-    Args:
-        given: values of the request, by name.
 
     Raises:
         InvalidRequestError: two names with different values.

@@ -63,9 +63,6 @@ class ApiKeys:
 
         A key of the file administers the server only with `admin = true`.
 
-        Args:
-            place: of the file, for messages.
-
         Raises:
             InvalidRequestError: a table is wrong, or two keys have one name or are equal.
         """

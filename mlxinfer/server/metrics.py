@@ -215,7 +215,6 @@ class RequestMetrics:
 
     Attributes:
         counts: of each histogram, the values up to each bound and above the one before it.
-        sums: of the values of each histogram.
     """
 
     num_waiting: int = 0  # submitted to the engine, without a token

@@ -79,7 +79,6 @@ class ReuseRecords:
         Args:
             id: of its answer.
             created_s: seconds since 1970.
-            request: has begun.
         """
         reuse = request.reuse
         if reuse is None:

@@ -34,7 +34,6 @@ class Server(uvicorn.Server):
     """Serves until `stop()`, SIGTERM or SIGINT, which drain it; a second signal ends requests.
 
     Args:
-        service: models and requests; closed at the end.
         on_ready: called once clients can connect.
     """
 

@@ -185,7 +185,6 @@ class ModelFacts:
     """Facts for clients that use a model of a server as if it ran in their process.
 
     Attributes:
-        vocab_size: number of tokens.
         thinking: what the chat template can be told, see ModelInfo.
         chat_params: how LLM.chat chooses tokens; None: it does not chat.
     """

@@ -117,7 +117,6 @@ class ResponseStore:
     Args:
         path: of the file; its folder is made. None: in memory.
         max_age_s: seconds since a response was last used, by itself or through a later one.
-        weight_of: weight of the share of an owner.
         clock: seconds since 1970.
 
     Raises (all methods):

@@ -79,8 +79,6 @@ class Answer:
 
     Attributes:
         progress: how far the prompt was computed, where the request asked for reports.
-        token_ids: so far.
-        result: the result of the whole answer, once it has ended.
         reasoning_tokens: tokens so far, up to the last one of the reasoning.
         ended_early: the text has ended the answer before the engine did, so the request must be
             aborted.

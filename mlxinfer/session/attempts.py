@@ -16,13 +16,8 @@ SEED_STEP = 1 << 32  # between two attempts
 class Attempts:
     """The requests of an answer that is checked when it is complete.
 
-    Args:
-        first: the first request.
-        unenforced: schemas that the answer is checked against.
-
     Attributes:
         ids: of all requests that may follow the first one.
-        num: requests so far, with the running one.
     """
 
     def __init__(self, first: Request, unenforced: Sequence[Unenforced]) -> None:

@@ -98,8 +98,6 @@ def open_engine(
     """Load the model in `folder` on the engine's own thread.
 
     Args:
-        name: of the model, for people.
-        folder: with the checkpoint.
         owner: the engine is closed when this object is collected.
         watch: is called with the bytes of weights that are loaded, and with all of them.
 

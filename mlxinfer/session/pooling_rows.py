@@ -44,7 +44,6 @@ def encode_rows(
     """Return texts or pairs as rows. Special tokens that are spelled in a text are text.
 
     Args:
-        tokenizer: of the model.
         pairs: the second text of each row; None: there is none.
         truncate: a longer row loses tokens at its end, a pair at the end of its longer text;
             otherwise a longer row is refused.
@@ -218,7 +217,6 @@ class RowBuilder:
 
         Args:
             texts: texts or lists of token ids.
-            prompt: stands before each text.
             truncate: cut rows to so many tokens, or (True) to the model's limit; False: refuse.
 
         Raises:

@@ -40,13 +40,9 @@ class PoolingSession(LocalSession):
 
     Args:
         name: of the model, for people.
-        folder: with the checkpoint.
         options: of the engine; only POOLING_OPTIONS have an effect.
         pooling: as `read_pooling` gives it.
         watch: is called with the bytes of weights that are loaded, and with all of them.
-
-    Attributes:
-        rows: makes rows of texts.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -271,7 +267,6 @@ class Pooled:
     """The result of one input, computed when `result` or `aresult` is called.
 
     Args:
-        request: for the rows of the input.
         finish: makes vectors or scores of what the model gives for the rows.
         owner: is referred to, so that the model stays as long.
 

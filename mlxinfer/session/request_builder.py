@@ -56,8 +56,6 @@ class RequestBuilder:
         pictures: reads the pictures of conversations; None: the model reads text only.
 
     Attributes:
-        end_ids: tokens that end an answer.
-        guidance: makes the grammars.
         reasoning: how the model marks its reasoning; None: it does not reason.
     """
 

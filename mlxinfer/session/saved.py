@@ -160,7 +160,6 @@ class NamedSessions(SavedSessions):
         Args:
             file: as `exported` gave it.
             name: None: the name in the file.
-            session: the model for which the pages must have been computed.
             client: to which the session belongs from now on.
 
         Raises:
@@ -201,8 +200,6 @@ def _written(
     Args:
         entries: of the prompt, in the order of its places.
         prompt: with the root that they get.
-        sizes: bytes of a page, by layer group.
-        tier: where they go.
     """
     places = zip(prompt.keys(prompt.root), prompt.places, entries, strict=True)
     for (parent, key), (_, group), entry in places:

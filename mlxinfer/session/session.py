@@ -40,14 +40,11 @@ class Session(LocalSession):
     """A model with its engine: inputs in, answers out.
 
     Args:
-        name: the model's name, for people.
         tool_format: how the model writes tool calls; "auto": found by its template and its tokens.
         watch: is called with the bytes of weights that are loaded, and with the bytes of all.
 
     Attributes:
         chat_params: the model's own sampling values, the default of conversations.
-        builder: makes requests of inputs.
-        pages: of the prefix cache, for other servers.
 
     Raises:
         ModelError: the model is broken or not supported.

@@ -75,9 +75,6 @@ class Acceptance:
 
     The chance of a proposal is the chance of its key, over all sequences, times a factor of its
     sequence: how much better or worse than expected the sequence's last proposals were.
-
-    Args:
-        priors: chances by key before anything was measured.
     """
 
     def __init__(self, priors: Mapping[Key, float]) -> None:

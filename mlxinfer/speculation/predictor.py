@@ -84,7 +84,6 @@ class PredictorProposer(DraftProposer):
     Args:
         head: an MTP module or an EAGLE-3 draft.
         config: sizes; its budget is for the predictor's KV cache alone.
-        name: of the method, for stats.
         vocab_size, cost, kernels, rejects: see `DraftProposer`.
     """
 

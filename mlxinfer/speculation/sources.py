@@ -51,8 +51,6 @@ def open_speculation(
     Call it on the thread that runs the model.
 
     Args:
-        folder: that the model was loaded from.
-        model: that tokens are proposed for.
         kv_bytes: for both KV caches, beside so many bytes of a draft's weights.
 
     Raises:
@@ -90,8 +88,6 @@ def load_draft(
 
     Args:
         options: not off.
-        folder: that the model was loaded from.
-        model: that tokens are proposed for.
 
     Raises:
         InvalidRequestError: it does not go with this model.

@@ -36,8 +36,6 @@ class ProposalSource(ABC):
     """Proposes tokens. Its methods are called from the engine's thread.
 
     Attributes:
-        name: of the source, in keys and statistics.
-        taps: layers of the model whose outputs it reads.
         needs_grammar: it proposes for requests with a grammar only, and is asked for no others.
         is_free: it scores its guesses itself as tokens come, whether they were verified or not.
         cost: cost of a proposal in plain steps, until it is measured; 0: nothing.

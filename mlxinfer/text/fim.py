@@ -54,8 +54,6 @@ class FimTokens:
         Text that spells a control token stays text.
 
         Args:
-            tokenizer: in which the tokens were found.
-            suffix: text after the gap.
             files: other files (name, text) before these, each behind the token that separates files
                 if the model has one.
 

@@ -25,7 +25,6 @@ class Detokenizer:
     `Tokenizer.decode` of all ids, unless bytes among these are no characters.
 
     Args:
-        tokenizer: of the ids.
         keep_ids: special ids that are written out; `Tokenizer.decode` leaves out all.
         prompt_ids: the prompt, if the answer continues its text. Then the answer's leading space
             is kept, which decoders strip at the beginning of a text.
@@ -66,7 +65,6 @@ class TextStream:
     The sum of the parts does not depend on how the ids are divided into pushes.
 
     Args:
-        tokenizer: of the ids.
         stop: strings that end the answer. They are looked for in the visible text only, and not
             across a tool call.
         reasoning: how the model marks its reasoning; None: all text is visible.
@@ -74,7 +72,6 @@ class TextStream:
             counts only if the answer ends with it (`ThoughtCalls`).
         single_call: the first complete tool call ends the answer.
         min_tokens: a stop string that is completed before this many tokens does not count.
-        prompt_ids: the prompt, which may have opened the reasoning.
         continues: the answer continues the prompt's text (a plain completion), so its leading
             space is part of it.
 

@@ -143,7 +143,6 @@ class SavedSessions:
         """Pin the entries of a session, which replaces one of the same name.
 
         Args:
-            session: gets the name.
             keys: of all entries; each is pinned before the next is asked for.
 
         Raises:
@@ -254,7 +253,6 @@ def read_entries(file: BinaryIO, prompt: SavedPrompt, page_bytes: int) -> Iterat
     """The entries that follow in an exported file, each checked.
 
     Args:
-        file: behind its session.
         page_bytes: the largest payload that an entry may have.
 
     Raises:

@@ -123,10 +123,8 @@ class PrefixCache(PageIndex):
         length. The time depends on the length of the prompt, and not on what the cache holds.
 
         Args:
-            names: of the prompt's pages.
             limit: tokens.
             whole_pages: end at the end of a page, even if all groups could go on inside of one.
-            spans: of the prompt; none is cut.
         """
         num_ids, size = len(names.token_ids), self.page_size
         highest = max(num_ids - 1 if limit is None else min(limit, num_ids), 0)
@@ -172,7 +170,6 @@ class PrefixCache(PageIndex):
         """Up to where a group has pages, for `longest_prefix`.
 
         Args:
-            names: of the prompt's pages.
             ids: by group, its pages of the whole ones that agree; None where one is missing.
             begun: the page that shares the beginning of the page behind them.
         """
@@ -246,7 +243,6 @@ class PrefixCache(PageIndex):
         """Note that a sequence no longer needs these pages; they count as just used.
 
         Args:
-            users: pages.
             anchored: others will go on from here.
         """
         now = self.clock()

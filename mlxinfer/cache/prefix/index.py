@@ -33,9 +33,7 @@ class PageNames:
     """The names of a prompt's pages. Each is hashed once, up to the last one asked for.
 
     Args:
-        root: the name before the first page.
         token_ids: key ids from position 0; more may be appended.
-        page_size: tokens.
     """
 
     __slots__ = ("_names", "page_size", "root", "token_ids")
@@ -125,7 +123,6 @@ class Page:
     short.
 
     Attributes:
-        parent: the name of the page before it.
         number: position // page size.
         ids: by group: the page of the group's pool, or the number of the state after its last
             token; None: the group has none.
@@ -133,8 +130,6 @@ class Page:
         anchored: by group: whether a sequence went on from there; of a window, which is passed by
             elsewhere.
         owner: the tenant that computed the first page of its prefix.
-        priority: the highest of the sequences that used it.
-        tick: when it was last in use.
         is_named: no longer, once everything was forgotten; then it goes with its last user.
     """
 
@@ -173,9 +168,6 @@ class Page:
 
 class PageIndex:
     """Finds pages by name, and those that follow a name.
-
-    Args:
-        page_size: tokens.
 
     Attributes:
         children: the pages after a name, in order of their tokens.
@@ -362,10 +354,6 @@ class UnusedPages:
 
     The tenant that holds most for its weight loses pages first, so a flood of one evicts no prefix
     of another that holds less than its share. Within a tenant the page of least worth goes first.
-
-    Attributes:
-        held: named pages of the group by tenant, used or not.
-        queues: of the pages that may be evicted, by tenant.
     """
 
     def __init__(self) -> None:
@@ -391,7 +379,6 @@ class UnusedPages:
         """The page to evict next for a tenant; None: there is none, see `num_for`.
 
         Args:
-            num_pages: of the group, which tenants share.
             everything: also from others that hold less than their share, if nobody else has any.
         """
         counts = self._evictable(tenant, num_pages)

@@ -30,7 +30,6 @@ class AdapterModule:
     """The matrices that an adapter has for one module, or for one parameter of experts.
 
     Attributes:
-        path: of the module in a checkpoint of the model.
         rank: r.
         scale: of B A.
         a, b: names of the tensors.

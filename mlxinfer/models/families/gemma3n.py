@@ -73,7 +73,6 @@ class StreamedNorm:
 
     Args:
         projections: (T, hidden) -> (T, hidden), of all streams but the first.
-        norm: over the hidden size.
     """
 
     __slots__ = ("norm", "projections")

@@ -89,11 +89,7 @@ class MuseGlimmer(Family):
 
 
 class NormedEmbeddings:
-    """Embeddings divided by their root mean square.
-
-    Args:
-        eps: added to the mean square.
-    """
+    """Embeddings divided by their root mean square."""
 
     __slots__ = ("_eps",)
 

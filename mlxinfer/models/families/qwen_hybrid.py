@@ -216,12 +216,7 @@ def conv_widths(state: StateSpec) -> list[int]:
 
 
 def _by_kind(num_heads: int, widths: Sequence[int]) -> list[int]:
-    """Outputs that lie side by side in each head, ordered by kind and then by head.
-
-    Args:
-        num_heads: heads, one after the other.
-        widths: numbers of each kind in a head.
-    """
+    """Outputs that lie side by side in each head, ordered by kind and then by head."""
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return [
         head * sum(widths) + start + place

@@ -56,7 +56,6 @@ class ClippedLinear(Projection):
     """A projection with limits of its inputs and of its outputs.
 
     Args:
-        inner: without limits.
         limits: least and largest input, least and largest output, () each.
     """
 

@@ -92,8 +92,6 @@ class Windows:
         """Windows of `side` x `side` cells, smaller at the end of rows and of columns.
 
         Args:
-            rows, columns: cells of a frame.
-            side: cells of a window's side.
             cell: patches of a cell.
         """
         numbers = np.arange(rows * columns).reshape(rows, columns)
@@ -179,8 +177,6 @@ class MergedTower:
     Args:
         embed: (P, row) -> (P, hidden).
         places: vectors that are added by a patch's place; None: there are none.
-        blocks: in their order.
-        merger: of what the last block gives.
         deep: by the block behind which more features are taken (DeepStack), their mergers.
     """
 

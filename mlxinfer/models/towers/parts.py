@@ -133,7 +133,6 @@ class PatchAttention:
 
     Args:
         qkv_proj: to H + 2 * Hkv heads of D numbers.
-        o_proj: of all heads' outputs.
         heads: H and Hkv.
         norms: over each head of queries, keys and values; None: there is none.
     """
@@ -242,8 +241,6 @@ class TowerSizes:
 
     Attributes:
         hidden, inner: of a patch's state, and in a feed-forward block.
-        depth: blocks.
-        heads, kv_heads, head_dim: of attention.
         activation: name of the function in feed-forward blocks.
     """
 
@@ -316,9 +313,7 @@ class PatchTower:
     """A tower: an embedding of patches, blocks, and a projection to the text model's width.
 
     Args:
-        embed: of a tile's patches.
         blocks: in their order; there may be none.
-        project: of what the last block gives.
     """
 
     __slots__ = ("blocks", "embed", "project", "width")

@@ -159,7 +159,6 @@ class Reader:
     """Threads that read experts.
 
     Attributes:
-        counters: of what was read, and for what.
         unread: computed from the slots of the layer that ran last, perhaps not yet; None: nothing.
     """
 

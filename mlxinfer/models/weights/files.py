@@ -230,9 +230,6 @@ class WeightFile:
 
     Reads keep to the file that was opened, even if another file takes its name.
 
-    Attributes:
-        data_start: the first byte behind the header.
-
     Raises:
         CheckpointError: see `read_header`; or the file was replaced while it was opened.
     """

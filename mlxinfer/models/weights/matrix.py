@@ -74,7 +74,6 @@ class StoredMatrix:
 
         Args:
             factors: one for each output (..., out_dims), or one for all.
-            bias: multiply the bias too.
 
         Raises:
             UnsupportedModelError: the scales of its format cannot be multiplied.

@@ -152,8 +152,6 @@ class InSlots:
         """Give every mixture its slots, once the model is built.
 
         Args:
-            num_bytes: upper limit of all slots together.
-            per_token: experts of each token.
             forced: accept a disk that makes tokens take seconds.
 
         Raises:
@@ -258,10 +256,8 @@ def _require_rate(active_bytes: int, share: float, rate: float) -> None:
     """Raise InsufficientMemoryError if tokens would take seconds.
 
     Args:
-        active_bytes: of the experts of one token.
         share: part of all experts that has slots. With even routing, this part of a token's experts
             is in memory.
-        rate: bytes/s of the disk.
     """
     missing = active_bytes * (1 - share)
     if missing <= rate / LEAST_RATE:

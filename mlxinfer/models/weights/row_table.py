@@ -25,7 +25,6 @@ class FileRows:
     Args:
         fields: (rows, ...) weights, or packed weights with their scales and biases.
         form: of packed weights; None: they are as they are.
-        dtype: of decoded rows.
 
     Attributes:
         row_bytes: of a row, all fields.

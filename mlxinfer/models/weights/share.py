@@ -90,7 +90,6 @@ class Share:
         """Return the fields of this rank's config.
 
         Args:
-            fields: of the whole model, complete.
             unit: columns that stay together: the largest group of quantised weights.
 
         Raises:

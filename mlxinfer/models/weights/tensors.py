@@ -308,11 +308,7 @@ def _unwritten(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview
 
 
 class _Source:
-    """A file of tensors, as MLX reads it: `readinto` gets the memory of each array itself.
-
-    Attributes:
-        views: of that memory, by the tensor's number.
-    """
+    """A file of tensors, as MLX reads it: `readinto` gets the memory of each array itself."""
 
     name, closed = "weights.safetensors", False
 

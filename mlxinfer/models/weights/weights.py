@@ -67,7 +67,6 @@ class Weights:
     """The tensors of one checkpoint, taken one by one.
 
     Args:
-        placing: where they go.
         quantization: of the checkpoint; None: nothing is quantised.
         dtype: of activations, see `choose_dtype`.
         fits_float16: whether activations stay below 65,504.
@@ -222,7 +221,6 @@ class Weights:
         """The projection at `path`, dense or quantised as the checkpoint has it.
 
         Args:
-            bias: whether it has one.
             order: (out_dims,) the checkpoint's index of each output; None: as it is.
             parts: how many outputs of each kind stand side by side; None: they are of one kind.
         """
@@ -245,8 +243,6 @@ class Weights:
         """Projections of one input as one matrix, outputs in the order of `paths`.
 
         Args:
-            out_dims: rows of each.
-            bias: whether they have one.
             orders: of each one's outputs, as in `linear`; None: all as they are.
         """
         parts = []
@@ -395,9 +391,6 @@ class Weights:
         """A matrix with its name in the checkpoint, for adapters.
 
         Args:
-            stored: the matrix, with all of its outputs in order.
-            path: its name, as adapters have it.
-            tensor: the one that it was taken from.
             outputs_axis: of that tensor, counted from the end.
         """
         stored = replace(stored, targets=self.adapter_targets)

@@ -329,7 +329,6 @@ class FlatModel:
     """A definition as the engine runs it, batched with all features of a native family.
 
     Args:
-        definition: with its weights.
         traced: what `trace` found.
     """
 
@@ -406,7 +405,6 @@ class AloneModel:
     """A definition as the engine runs it, sequence by sequence.
 
     Args:
-        definition: with its weights.
         dtype: of what the caches keep, to count it.
     """
 

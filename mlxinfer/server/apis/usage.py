@@ -139,9 +139,6 @@ class LogprobsWriter:
 
     A prompt's first token has no log-probability. The end token of an answer has an entry, so that
     there is one for every generated token, which evaluation harnesses rely on.
-
-    Args:
-        offset: number of characters before the first token.
     """
 
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:

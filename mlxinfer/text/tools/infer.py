@@ -136,9 +136,7 @@ def _split(head: str, gap: str | None, tail: str) -> CallSyntax:
     """Return the marks around calls.
 
     Args:
-        head: text before the first call.
         gap: text between two calls; None: there is one call only.
-        tail: text after the last call.
     """
     if gap is None:
         return CallSyntax((head, tail), ("", ""), single=True)

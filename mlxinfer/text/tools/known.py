@@ -177,11 +177,7 @@ _BY_NAME = {format.name: format for format in (*FORMATS, GENERIC)}
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Return the format of this name.
-
-    Raises:
-        InvalidRequestError: there is none.
-    """
+    """Return the format of this name. Raises InvalidRequestError: there is none."""
     if name not in _BY_NAME:
         names = ", ".join(sorted(_BY_NAME))
         raise InvalidRequestError(

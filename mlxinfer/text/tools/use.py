@@ -40,7 +40,6 @@ class ToolUse:
         """Return how a request uses its tools; None where it has none, or the choice is "none".
 
         Args:
-            tokenizer: of the model, which needs a chat template.
             format: found by `detect_tools`, or named by the user.
             choice: "auto" (also None), "none" (the tools are not even in the prompt), "required",
                 or {"type": "function", "function": {"name": ...}}.
@@ -120,7 +119,6 @@ class AnswerGrammar:
     Args:
         tokenizer: its control tokens mark calls and reasoning.
         reasoning: how the model reasons, which it may do before it answers; None: it does not.
-        prompt_ids: the prompt, which may have opened the reasoning.
         use: the tools of the request; None: it has none.
     """
 

@@ -7,7 +7,7 @@ knows the architecture.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -27,12 +27,29 @@ from ..metal_kernels.paged_attention import Softmax
 from .config import ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .experts import PACKED, PackedExperts, read_experts
-from .forms import HeadNorms, MTPForm
 from .jsonfields import Fields
 from .language import arrays
 from .registry import language_name, name_ahead
 from .stage import BetweenStages
 from .weights.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms over each head of Q and K."""
+
+    names: tuple[str, str] = ("q_norm", "k_norm")  # of both in a checkpoint
+    values: bool = False  # V has one too, without weights
+    behind_rope: bool = False  # else before it
+
+
+@dataclass(frozen=True, slots=True)
+class MTPForm:
+    """How the predictor (MTP) of an architecture is read."""
+
+    # what is added to its stored norm weights; None: as in the model
+    norm_offset: float | None = None
+    before_norm: bool = False  # it reads hidden states before the last norm, not behind it
 
 
 class Family:

@@ -19,8 +19,7 @@ from ..layers.step import FINAL
 from .config import SLIDING, ModelConfig
 from .decoder import Model
 from .experts import PACKED
-from .family import Family
-from .forms import MTPForm
+from .family import Family, MTPForm
 from .predictor import JoinedBlock, Predictor, PredictorBlock, StreamBlock, weights_beside
 from .registry import family, language_name, layer_ahead, name_ahead
 

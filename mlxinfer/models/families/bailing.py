@@ -8,8 +8,7 @@ from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, Gated, limited_swiglu
 from ...layers.rope import RopeSpec
 from ..config import ModelConfig
-from ..family import Family
-from ..forms import MTPForm
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 from .kimi_linear import KimiLinear
 

@@ -15,8 +15,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
-from ..family import Family, root_of_width
-from ..forms import HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm, root_of_width
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, V3Experts, shared_expert
 from .llama import Ernie4_5

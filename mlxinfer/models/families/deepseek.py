@@ -17,8 +17,7 @@ from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import ModelConfig
-from ..family import Family
-from ..forms import MTPForm
+from ..family import Family, MTPForm
 from ..jsonfields import Fields
 
 PLAIN_ROUTING: Mapping[str, Any] = {  # of configs: one group, weights that sum to 1, no factor

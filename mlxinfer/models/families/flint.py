@@ -8,8 +8,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING
-from ..family import Family, learned_sinks
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms, learned_sinks
 from ..jsonfields import Fields
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ..config import ModelConfig
-from ..family import Family, root_of_width
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms, root_of_width
 from ..jsonfields import Fields
 
 SPANS = "sees_spans"  # our own key: features of a picture see each other

@@ -20,8 +20,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
 from ..decoder import Entry
-from ..family import Family, root_of_width
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms, root_of_width
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .gemma import Gemma2, language_fields

@@ -26,8 +26,7 @@ from ...metal_kernels.routing import Routing
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
-from ..family import Family, root_of_width
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms, root_of_width
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.matrix import fused

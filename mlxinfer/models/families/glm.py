@@ -9,8 +9,7 @@ from ...errors import CheckpointError
 from ...layers.latent_attention import LatentAttention, RankedAttention
 from ...layers.mlp import FeedForward
 from ..config import ModelConfig
-from ..family import Family, pairs_apart
-from ..forms import HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm, pairs_apart
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from .deepseek import PLAIN_ROUTING, DeepseekV3, DeepseekV32, V3Experts

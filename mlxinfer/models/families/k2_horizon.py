@@ -17,8 +17,7 @@ from ...layers.moe import ExpertChoice, MoE, Routed
 from ...layers.norm import Norm
 from ...metal_kernels.routing import Routing
 from ..config import ModelConfig
-from ..family import Family
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from .biased_experts import V3_KEYS
 from .deepseek import shared_expert

@@ -11,8 +11,7 @@ from ...layers.attention import LayerMixer
 from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
 from ..config import FULL, ModelConfig
-from ..family import no_positions
-from ..forms import MTPForm
+from ..family import MTPForm, no_positions
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, DeepseekV3
 from .mixtral import PROJECTIONS

@@ -14,8 +14,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.recurrent import ShortConv
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
-from ..family import Family
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from .mixtral import PROJECTIONS
 from .recurrent import causal_conv, with_states

@@ -13,8 +13,7 @@ from ...layers.mlp import MLP, FeedForward, relu_squared
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..family import Family, pairs_apart
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms, pairs_apart
 from ..jsonfields import Fields
 
 PARTIAL = "partial_rotary_factor"

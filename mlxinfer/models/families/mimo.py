@@ -10,8 +10,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import AttentionArgs
 from ...layers.linear import Projection
 from ..config import FULL, SLIDING, ModelConfig
-from ..family import learned_sinks
-from ..forms import MTPForm
+from ..family import MTPForm, learned_sinks
 from ..jsonfields import Fields
 from .biased_experts import V3_KEYS, Dots1
 from .deepseek import PLAIN_ROUTING

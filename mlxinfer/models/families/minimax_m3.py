@@ -15,8 +15,7 @@ from ...layers.norm import Norm, RMSNorm
 from ...layers.step import Rope, Step
 from ...metal_kernels.variants import KernelUse, ModelForm
 from ..config import FULL, ModelConfig
-from ..family import Family
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, sparse_layers
 from .mixtral import MiniMaxM2

@@ -12,8 +12,7 @@ from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Step
 from ..config import FULL, SLIDING, ModelConfig, with_layer_thetas
 from ..decoder import Entry, ResidualLayer
-from ..family import Family
-from ..forms import HeadNorms
+from ..family import Family, HeadNorms
 from ..jsonfields import Fields
 
 

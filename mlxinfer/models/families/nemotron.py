@@ -20,8 +20,7 @@ from ...layers.norm import Norm
 from ...layers.step import Layer, Passed, Step
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, ModelConfig
-from ..family import Family, no_positions
-from ..forms import MTPForm
+from ..family import Family, MTPForm, no_positions
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, biased_routing, with_experts
 from .mamba import MambaDims, plain_mamba_mixer

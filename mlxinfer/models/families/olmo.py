@@ -10,8 +10,7 @@ from ...layers.attention import LayerMixer
 from ...layers.gated_delta import GatedDeltaNet
 from ...layers.rope import RopeSpec
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
-from ..family import Family, with_wide_norms
-from ..forms import HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm, with_wide_norms
 from ..jsonfields import Fields
 from .qwen_hybrid import conv_widths, value_heads, with_delta_states
 from .recurrent import joint_conv

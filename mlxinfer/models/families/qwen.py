@@ -8,8 +8,7 @@ from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..experts import TransposedExperts
-from ..family import Family
-from ..forms import HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from .deepseek import sparse_layers
 

@@ -22,7 +22,7 @@ from ...layers.recurrent import CausalConv
 from ...layers.step import Layer
 from ..config import ModelConfig
 from ..decoder import Entry
-from ..forms import MTPForm
+from ..family import MTPForm
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.weights import Weights

@@ -16,8 +16,7 @@ from ...layers.moe import ExpertChoice, GatedExpert
 from ...layers.norm import RMSNorm
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
-from ..family import Family
-from ..forms import HeadNorms, MTPForm
+from ..family import Family, HeadNorms, MTPForm
 from ..jsonfields import Fields
 from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights

@@ -10,7 +10,7 @@ from ...layers.attention import AttentionArgs
 from ...layers.mlp import FeedForward
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig, read_rope
-from ..forms import MTPForm
+from ..family import MTPForm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .bailing import limited

@@ -86,7 +86,6 @@ class ShardFile:
         return raw.nbytes
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
         os.fsync(self._file)
 
     def finish(self) -> None:

@@ -112,7 +112,6 @@ class ConversionPlan:
 
     @property
     def quantised_anew(self) -> list[PlannedTensor]:
-        """Tensors that are quantised in the source, and in another format in the output."""
         return [t for t in self.tensors if t.form and not t.packed and t.output.quantised]
 
     @property

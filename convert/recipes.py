@@ -334,7 +334,6 @@ class ConversionOptions:
 
     @property
     def targeted(self) -> bool:
-        """Whether formats follow from a size."""
         return self.goal_bpw is not None or self.target_bytes is not None
 
     @property

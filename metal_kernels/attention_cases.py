@@ -93,7 +93,6 @@ class Scene:
     page_size: int = PAGE
 
     def plan(self, **how: Any) -> AttentionPlan:
-        """The plan of all queries; `how` is as for `AttentionPlanner`."""
         count = len(self.queries) // len(self.starts)
         planner = AttentionPlanner(
             counts=np.full_like(self.starts, count),

@@ -84,7 +84,6 @@ class GateUp(Form):
         return self.in_dims % (self.group_size or PART) == 0
 
     def variant(self, num_rows: int) -> Variant:
-        """The kernel for so many rows; it is timed at the most that it serves."""
         return Variant.from_form("gate_up", self, rows=most_rows(num_rows))
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
@@ -189,7 +188,6 @@ def most_rows(num_rows: int) -> int:
 
 
 def _sharing(num_rows: int) -> int:
-    """Rows of a threadgroup, which reads its part of the matrix once for them."""
     return min(most_rows(num_rows), SHARING_ROWS)
 
 

@@ -154,7 +154,6 @@ class Verdicts:
         return [key for key, entry in entries if entry["status"] == _CHECKING]
 
     def begin(self, key: str) -> None:
-        """Mark that `key` is being checked."""
         self._put(key, {"status": _CHECKING})
 
     def put(self, key: str, verdict: Verdict) -> None:

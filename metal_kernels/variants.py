@@ -40,7 +40,6 @@ A load is what the kind is timed at: sequences at once, or tokens of a prompt.
 
 
 def first_way(rows: int, load: int, ways: tuple[str, ...]) -> str:
-    """The way that is used where nothing was timed."""
     return ways[0]
 
 
@@ -284,5 +283,4 @@ class Kind:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """'float16' of mx.float16."""
     return next(name for name, known in DTYPES.items() if known == dtype)

@@ -106,7 +106,6 @@ class KillableProcess:
         return self.reply(job, abandoned)
 
     def close(self) -> None:
-        """End the process; the next job starts another."""
         run_apart(self._close, "mlxinfer-killable")
 
     def _close(self) -> None:
@@ -185,7 +184,6 @@ class KillablePool:
         return chosen.reply(job, abandoned)
 
     def close(self) -> None:
-        """End the processes; the next job starts another."""
         for process in self._processes:
             process.close()
 
@@ -299,7 +297,6 @@ def _watch_memory(max_bytes: int) -> None:
 
 
 def receive(stream: BinaryIO) -> Message | None:
-    """Return the next message, None at the end of the stream."""
     header = _read(stream, HEADER.size)
     if len(header) < HEADER.size:
         return None

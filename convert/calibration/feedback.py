@@ -106,7 +106,6 @@ class Moments:
         return None if sums is None else normalised(sums.squares)
 
     def statistics(self, path: str, num_experts: int) -> Statistics:
-        """The statistics of a matrix, or of a stack of `num_experts` of them."""
         feedbacks = tuple(self._feedback(path, expert) for expert in range(num_experts))
         return Statistics(self.importance(path), feedbacks if any(feedbacks) else ())
 

@@ -261,7 +261,6 @@ class StreamedModel:
 
     @property
     def head(self) -> OutputTensor:
-        """The output projection; the embedding where they are one."""
         return self._by_name[EMBEDDING if self.tied else HEAD]
 
     def name_of(self, output: OutputTensor) -> str:
@@ -273,7 +272,6 @@ class StreamedModel:
         return {name: out for name, out in self._by_name.items() if name.startswith(front)}
 
     def read_layer(self, index: int) -> dict[str, mx.array]:
-        """All values of a layer, by the decoder's names; zeros of a table that stays in files."""
         return {
             name: self.zeros(out) if out.in_files else self._computed(self._arranged.whole(out))
             for name, out in self.outputs_of(index).items()

@@ -64,7 +64,6 @@ def _open(
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder, or the first part of it; None where there is none."""
     names = sorted(path.name for path in folder.iterdir() if _of_model(path.name))
     models = sorted({part_names(name)[0] for name in names})
     if len(models) > 1:

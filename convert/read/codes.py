@@ -140,7 +140,6 @@ def affine_matrix(
 
 
 def scale_values(octets: Array, form: MLXFormat) -> Array:
-    """The numbers that scales of eight bits stand for."""
     return to_float32(octets, "F8_E4M3" if form.mode == "nvfp4" else "F8_E8M0")
 
 

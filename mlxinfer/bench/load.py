@@ -88,7 +88,6 @@ class ChatClient:
         self._open: set[socket.socket] = set()
 
     def hang_up(self) -> None:
-        """Break off all requests; their answers end with an error."""
         for opened in tuple(self._open):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 opened.shutdown(socket.SHUT_RDWR)

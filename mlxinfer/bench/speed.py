@@ -159,7 +159,6 @@ def _cells(
 def measure(
     timed: TokenTimes, tokenizer: "Tokenizer", context: int, batch: int, tokens: int, runs: int
 ) -> SpeedCell:
-    """The medians of `runs` measurements of one cell, each with new prompts."""
     mx.reset_peak_memory()
     rates, speeds, firsts = [], [], []
     for turn in range(runs):

@@ -33,7 +33,6 @@ BLOCK_BYTES = 1 << 25  # gathered together for a layer, where more than one segm
 def gathered_parts(
     segments: Segments, metadata: StepMetadata, group: PageGroup, layers: Sequence[PagedLayer]
 ) -> "list[Gathered]":
-    """How short segments of a step attend in `layers`, in parts of like length."""
     if group.window.size is None:  # all sealed pages are seen
         blocks = segments.memoised(
             ("blocks", group.number), lambda: _blocks(segments, group, layers)

@@ -50,7 +50,6 @@ class Segments:
         return value
 
     def follows(self, other: "Segments") -> bool:
-        """Whether these are the same sequences, pages and tails at other positions."""
         return self._memo is other._memo
 
     def at(self, starts: Ints) -> "Segments":

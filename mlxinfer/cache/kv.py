@@ -260,7 +260,6 @@ class KVCache:
 
     @property
     def bytes_grown(self) -> int:
-        """Bytes copied while arrays grew."""
         return sum(group.bytes_grown for group in self.groups)
 
     def reserve(self, num_bytes: int, lengths: Sequence[int]) -> bool:

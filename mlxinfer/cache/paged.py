@@ -480,15 +480,12 @@ class PagedLayer(ABC):
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
 
     def rotate(self, heads: mx.array) -> mx.array:
-        """Queries or keys (..., D) in the basis of stored keys."""
         return heads
 
     def rotate_values(self, values: mx.array) -> mx.array:
-        """Values (..., V) in the basis of stored values."""
         return values
 
     def grow_pages(self, num_pages: int) -> None:
-        """Make room for `num_pages`."""
         extra = (num_pages - self.num_pages) * self.page_size
         for plane in self.planes:
             plane.grow_pages(extra)

@@ -74,17 +74,14 @@ class PageTable:
 
     @property
     def end(self) -> int:
-        """One past the last position that has a slot."""
         return len(self._numbers) * self.page_size
 
     @property
     def kept(self) -> list[int]:
-        """Pages of the first page numbers, which stay."""
         return self._numbers[: self.num_kept].tolist()
 
     @property
     def pages(self) -> list[int]:
-        """Pages from page number `first` on."""
         return self._numbers[self.first :].tolist()
 
     @property
@@ -290,7 +287,6 @@ class AttentionWindow:
     sees_spans: bool = False
 
     def lowest(self, position: int) -> int:
-        """The first position after the sinks that the token at `position` sees."""
         return 0 if self.size is None else int(self.lowest_of(np.int64(position)))
 
     def lowest_of(self, positions: Positions) -> Positions:
@@ -327,11 +323,9 @@ class AttentionWindow:
         return visible
 
     def kept_pages(self, page_size: int) -> int:
-        """Pages at the front that hold sinks and are never recycled."""
         return 0 if self.size is None else -(-self.sinks // page_size)
 
     def first_page(self, position: int, page_size: int) -> int:
-        """The first page after the kept ones that tokens from `position` on still see."""
         return self.lowest(position) // page_size
 
 
@@ -354,7 +348,6 @@ class PageGroup:
         self.recycles = self.window.lowest(ENDLESS) > 0
 
     def first_page(self, num_tokens: int) -> int:
-        """Number of the first page, after the sinks', that a later token needs."""
         return self.window.lowest(num_tokens) // self.page_size
 
     def needed_pages(self, num_tokens: int) -> list[int]:
@@ -408,7 +401,6 @@ class PageGroup:
         return restored if self.recycles else num_known
 
     def commit(self, table: PageTable, num_tokens: int) -> list[int]:
-        """Recycle and return the pages that no token after the first `num_tokens` needs."""
         return table.drop_before(self.first_page(num_tokens))
 
 

@@ -45,7 +45,6 @@ class PooledFormat(KVFormat):
         return [(width, dtype) for width in self.widths]
 
     def tail_parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-        """The numbers that a token brings to its block, and its positions."""
         return [(self.raw_dim, dtype), (self.rope_axes, mx.int32)]
 
 
@@ -189,11 +188,9 @@ class BlocksLayer(IndexLayer):
     def _of_chunk(
         self, place: SequencePlace, first: int, raw: mx.array, axes: mx.array
     ) -> list[mx.array]:
-        """As `_pooled`, of consecutive blocks from position `first` on that a chunk ends."""
         return self._pooled(raw, axes)
 
     def _in_tail(self, place: SequencePlace, raw: mx.array, axes: mx.array) -> list[mx.array]:
-        """As `_pooled`, of the blocks at the beginning of a tail."""
         return self._pooled(raw, axes)
 
     def _of_sealed(self, last: Sequence[mx.array], raw: mx.array, axes: mx.array) -> list[mx.array]:

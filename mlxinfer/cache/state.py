@@ -93,7 +93,6 @@ class StatePart:
         )
 
     def place(self, layer: int, spec: StateSpec) -> tuple[mx.array, list[Arrays]]:
-        """The plan of a step (`state_step.plan_of`) and its arrays for each state."""
         plan = self._worked_out()
         return plan, self._sources(layer, spec)
 
@@ -159,7 +158,6 @@ class StateLayer:
 
     @staticmethod
     def windowed(spec: StateSpec, options: KVOptions) -> StateSpec:
-        """The spec as it is: a state has no window."""
         return spec
 
     @staticmethod
@@ -330,7 +328,6 @@ class RecurrentGroup(StateGroup):
         return self._states[slot]
 
     def put_back(self, slot: int, state: tuple[StateBlock, int]) -> None:
-        """Let a slot go on from a state that `held` gave."""
         self._states[slot] = state
 
     def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
@@ -342,7 +339,6 @@ class RecurrentGroup(StateGroup):
         return payloads
 
     def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
-        """Make snapshots of bytes that `read_out` gave."""
         for snapshot, payload in zip(snapshots, payloads, strict=True):
             assert len(payload) == self.num_bytes, "a payload of another format"
             layers, start = [], 0

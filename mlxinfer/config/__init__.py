@@ -103,7 +103,6 @@ def default_disk_folder() -> Path:
 
 
 def default_kernel_folder() -> Path:
-    """The folder of the check results of Metal kernels."""
     return _cache_folder() / "kernels"
 
 

@@ -83,7 +83,6 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens of the answer, pending ones included."""
         return len(self.token_ids) - self.num_prompt + self.num_pending
 
     @property
@@ -117,7 +116,6 @@ class Segment:
 
     @staticmethod
     def following(sequence: Sequence, num_tokens: int, *, seals: bool) -> "Segment":
-        """The next known tokens of a sequence. It samples a token if no others are left."""
         return Segment(
             sequence=sequence,
             start=sequence.num_computed,
@@ -236,7 +234,6 @@ class DecodeBatch:
 
 
 def longest_tail(single: Segments) -> int:
-    """Tokens in the longest tail of segments of one token, with that token."""
     return int((single.starts - single.sealed).max(initial=-1)) + 1
 
 
@@ -420,7 +417,6 @@ class Batch:
 
     @property
     def writes_pages(self) -> bool:
-        """Whether the step writes or reads out pages, and so waits for the one in flight."""
         return bool(self.long) or self.cache_work.writes_pages
 
 

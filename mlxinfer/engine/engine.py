@@ -185,7 +185,6 @@ class Engine:
         self._put(partial(self._add, request, checked, listener))
 
     def abort(self, request_id: str) -> None:
-        """End a request if it has not ended; its last event has FinishReason.ABORT."""
         self.aborter((request_id,))()
 
     def aborter(self, request_ids: Sequence[str]) -> Callable[[], None]:
@@ -198,7 +197,6 @@ class Engine:
 
     @property
     def limits(self) -> Any:
-        """The limits of requests; another value whenever they change."""
         return self._loop.limits
 
     def stats(self) -> dict[str, Any]:
@@ -308,7 +306,6 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called, or a fault ended the engine."""
         return self._stopping
 
     def _put(self, message: Callable[[], None]) -> None:

@@ -19,7 +19,6 @@ from .kernels import Chooser, Kernels
 
 
 def absent_layers(model: LanguageModel) -> set[int]:
-    """Places of layers that other ranks have: they take no memory here."""
     return {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
 
 

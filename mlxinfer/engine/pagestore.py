@@ -475,7 +475,6 @@ class PageSearch:
         return sorted(p for p in needed if not self.point.holds(*p) and p not in self.read)
 
     def loaded(self) -> dict[Place, Entry]:
-        """The entries that were read, of those needed to resume after `stop` pages."""
         return {place: self.read[place] for place in self._needed(self.stop) if place in self.read}
 
     def _needed(self, num_pages: int) -> list[Place]:

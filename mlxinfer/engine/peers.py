@@ -98,7 +98,6 @@ class Peer:
         return time.monotonic() >= self._out_until_s
 
     async def held(self, namespace: bytes, keys: Seq[bytes], wait: Wait) -> set[bytes]:
-        """Which of these keys the peer has entries for."""
         async with self._asked("held", _named(namespace, keys), wait) as response:
             answer = b"".join([chunk async for chunk in _chunks(response, len(keys))])
             if len(answer) != len(keys):

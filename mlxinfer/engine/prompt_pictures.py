@@ -65,7 +65,6 @@ class PromptPictures:
         return PromptPictures(placed, places, key_ids, spans, rope_delta(placed), has_turns)
 
     def features(self, start: int, stop: int) -> Iterator[FeatureRows]:
-        """The features that stand in positions [start, stop), picture by picture."""
         for (picture, _), places in zip(self.placed, self.places, strict=True):
             first, last = np.searchsorted(places, (start, stop)).tolist()
             if first < last:
@@ -156,7 +155,6 @@ class PictureLimits:
             self._check_features(picture, feature_places(picture, start))
 
     def _check_features(self, picture: Picture, places: Ints) -> None:
-        """Check the features of one picture, which stand at `places`."""
         count = picture.num_features
         if len(places) != count or not count:
             raise InvalidRequestError(

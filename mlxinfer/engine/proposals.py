@@ -13,7 +13,6 @@ class Proposal(NamedTuple):
     weights: Seq[Any] = ()  # (n,) arrays that the tokens were drawn with, for rejection sampling
 
     def cut(self, count: int) -> "Proposal":
-        """The first `count` tokens."""
         return Proposal(self.token_ids[:count], self.weights[:count])
 
 

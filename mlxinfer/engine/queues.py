@@ -51,7 +51,6 @@ class FeatureSource:
     worked_s: float = 0.0
 
     def available(self, sequence: Sequence, count: int) -> int:
-        """How many of a sequence's next `count` tokens can be computed now."""
         return count
 
     def release(self, sequence: Sequence) -> None:
@@ -93,7 +92,6 @@ class RequestQueues:
 
     @property
     def idle(self) -> bool:
-        """Whether no request can run: all have ended, or wait for pages of peers."""
         return all(sequence.fetch is not None for sequence in self._by_id.values())
 
     # -- arrivals and departures ----------------------------------------------------------------

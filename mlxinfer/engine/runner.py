@@ -543,7 +543,6 @@ def _with_prompt_logits(batch: Batch) -> list[Segment]:
 
 
 def _prompt_rows(segment: Segment) -> tuple[int, int]:
-    """The flat rows [from, to) of the prompt's part of a segment."""
     count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
     return segment.row, segment.row + count
 

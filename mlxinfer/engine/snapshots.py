@@ -39,7 +39,6 @@ class Snapshots:
         self._resume: dict[Sequence, tuple[int, int]] = {}  # snapshot, slot
 
     def begin(self, sequence: Sequence, slot: int, point: RestorePoint) -> None:
-        """Let a sequence go on from the snapshot of a restore point, or from the beginning."""
         if point.state is not None and (number := point.state.ids[-1]) is not None:
             self._resume[sequence] = number, slot
         places = [*sequence.request.boundaries, sequence.num_prompt - 1]

@@ -127,7 +127,6 @@ class CompiledGrammar:
         return made
 
     def forbid_ends(self, mask: NDArray[np.uint32]) -> None:
-        """Clear the bits of the tokens that llguidance takes for ends of an answer."""
         for word, keep in self._ends:
             mask[word] &= keep
 

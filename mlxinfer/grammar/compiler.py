@@ -164,7 +164,6 @@ class GrammarCompiler:
             return self._table
 
     def close(self) -> None:
-        """End the checking process; another starts if it is needed."""
         self._checker.close()
 
     def _trim(self) -> None:

@@ -382,7 +382,6 @@ def _append(
 
 
 def _size(file: BinaryIO) -> int:
-    """Return the number of bytes that a file opened for appending holds."""
     return file.seek(0, os.SEEK_END)
 
 

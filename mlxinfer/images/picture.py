@@ -132,7 +132,6 @@ def rope_delta(pictures: Sequence[PlacedPicture]) -> int:
 
 
 def _grids(pictures: Sequence[PlacedPicture]) -> Iterator[_Grid]:
-    """The grids of all pictures in order: each run of features is one grid, or several."""
     for picture, start in pictures:
         if picture.turns is None:
             continue

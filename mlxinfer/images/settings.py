@@ -93,7 +93,6 @@ class VisionSettings:
         return float(value)
 
     def size(self, name: str, default: int) -> int:
-        """A number of the image processor's `size`."""
         return self._whole(f"size.{name}", _object(self._image.get("size")).get(name), default)
 
     def normalisation(

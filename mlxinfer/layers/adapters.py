@@ -280,7 +280,6 @@ class Stack:
     def of(
         number: int, outputs: Outputs, new: LowRank, bias: mx.array | None, dtype: mx.Dtype
     ) -> "Stack":
-        """A stack of one adapter, its matrices in `dtype`."""
         a, b = new.a.astype(dtype), new.b.flatten(0, 1).astype(dtype)
         gains = None if new.gain is None else new.gain[None].astype(dtype)
         mx.eval([array for array in (a, b, gains, bias) if array is not None])
@@ -377,7 +376,6 @@ class Adapted:
         self.stacks = (*self.stacks, made)
 
     def remove(self, number: int) -> None:
-        """Remove an adapter. Nothing changes if there is none of this number."""
         stacks = [s.without(number) if number in s.members else s for s in self.stacks]
         self.stacks = tuple(stack for stack in stacks if stack is not None)
 

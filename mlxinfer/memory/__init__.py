@@ -62,7 +62,6 @@ def total_memory_bytes() -> int:
 
 
 def models_limit_bytes() -> int:
-    """The memory that a server gives to models on this machine by default."""
     return int(MODELS_SHARE * total_memory_bytes())
 
 

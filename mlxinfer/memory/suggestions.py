@@ -50,14 +50,12 @@ class Suggestion:
         return self.layers * self.kv_numbers * KV_BYTES
 
     def bytes_at(self, context: int) -> int:
-        """Bytes of the weights and of the KV cache of one conversation."""
         return self.bytes + min(context, self.context) * self.token_bytes
 
     def longest_context(self, limit_bytes: int) -> int:
         return max(0, min((limit_bytes - self.bytes) // self.token_bytes, self.context))
 
     def as_dict(self, limit_bytes: int) -> dict[str, Any]:
-        """Plain data, with the context that fits into `limit_bytes`."""
         return {
             "name": self.name,
             "parameters": int(self.parameters),
@@ -87,7 +85,6 @@ def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Sug
 
 
 def to_begin_with(limit_bytes: int) -> list[Suggestion]:
-    """Models that fit into so many bytes, the best balance first."""
     return by_balance(fitting(limit_bytes, BEGINNING_CONTEXT), limit_bytes)
 
 

@@ -27,7 +27,6 @@ class NormedProjection:
     proj: Projection
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x (n, in_dims) -> (n, out_dims)."""
         return self.proj(self.norm(x))
 
 

@@ -128,7 +128,6 @@ class Encoder(Family):
     # -- parts ----------------------------------------------------------------------------------
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
-        """The layer norm at `path`, with a bias where there is one."""
         width = (self.config.hidden_size if dims is None else dims,)
         has_bias = f"{path}.bias" in self.weights
         bias = self.weights.take(f"{path}.bias", width) if has_bias else None

@@ -112,7 +112,6 @@ class Family:
 
     @classmethod
     def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """`layer_types` of a config without a list of them."""
         return read_layer_types(fields, num_layers)
 
     @classmethod
@@ -163,7 +162,6 @@ class Family:
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """The config with the fields that only this family reads from `config.fields`."""
         return config
 
     @classmethod
@@ -376,7 +374,6 @@ class Family:
         return self.weights.linear(path, width, config.hidden_size)
 
     def attention_output(self, path: str, inner: int) -> Projection:
-        """The projection at `path` of all heads' outputs, `inner` numbers."""
         config = self.config
         return self.weights.linear(path, config.hidden_size, inner, bias=config.o_bias)
 

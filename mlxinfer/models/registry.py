@@ -313,7 +313,6 @@ def predictors_read(names: Iterable[str], config: Any) -> tuple[int, int]:
 
 
 def predictors_text(count: int, read: int) -> str:
-    """The result of `predictors_read` in words."""
     heads = f"{count} heads that predict" if count > 1 else "a head that predicts"
     if read == count:
         return f"{heads} tokens further ahead (--speculate mtp)"

@@ -127,7 +127,6 @@ class PoolingLoop:
         self._queue.add(rows)
 
     def abort(self, request_id: str) -> None:
-        """End a request if it has not ended; rows of it that are being computed are dropped."""
         if self._forget(request_id):
             self._emit([TokenEvent.without_token(request_id, FinishReason.ABORT)])
 
@@ -284,7 +283,6 @@ class PoolingLoop:
         self._assemble()
 
     def close(self, *, save: bool = True) -> None:
-        """Release the model and every array; nothing works afterwards."""
         del self.model, self._in_flight, self._begun
 
     def stats(self) -> dict[str, Any]:

@@ -57,7 +57,6 @@ class OtherAdapters(FollowerAdapters):
         return max(one.num_bytes for one in self._taken(number, adapter))
 
     def begin_piece(self, number: int) -> None:
-        """Let every rank load the next piece; `end_piece` must follow."""
         self._others.tell("load_adapter_piece", number)
 
     def end_piece(self, number: int, adapter: AdapterFolder) -> bool:

@@ -105,13 +105,11 @@ class OwnDisk:
         return missing
 
     def put(self, spilled: Iterable[Entry]) -> None:
-        """Queue entries to be written, of those that have any bytes."""
         for entry in spilled:
             if entry.payload and self._tier is not None:
                 self._tier.store(entry)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait for the writes; whether all ended in time."""
         return self._tier is not None and self._tier.flush(timeout_s)
 
     def take_held(self) -> Mapping[bytes, memoryview]:

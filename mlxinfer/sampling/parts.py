@@ -90,7 +90,6 @@ class PartRows:
     def of(
         part: SamplerPart, places: Sequence[int], slots: Sequence[SamplerSlot], spare: int
     ) -> "PartRows":
-        """The rows at these places, at least one, of a batch of `slots`."""
         array = np.array(places)
         device_places = None if len(places) == len(slots) else mx.array(array.astype(np.int32))
         row_slots = [slots[place] for place in places]

@@ -97,7 +97,6 @@ class ServerConfig:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The addresses to listen on, each once."""
         return (self.host,) if isinstance(self.host, str) else tuple(dict.fromkeys(self.host))
 
     @property

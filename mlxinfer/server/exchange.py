@@ -68,7 +68,6 @@ class Exchange:
         return {name: values[-1] for name, values in parse_qs(text).items()}
 
     def header(self, name: bytes) -> bytes | None:
-        """A header of the request, by its name in lower case."""
         return dict(self.scope["headers"]).get(name)
 
     async def send_events(self, reply: Events) -> None:

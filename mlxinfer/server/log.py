@@ -125,7 +125,6 @@ class RecentProblems(logging.Handler):
         )
 
     def newest(self) -> list[dict[str, Any]]:
-        """The lines, the newest first."""
         return list(self._lines)[::-1]
 
     @contextmanager

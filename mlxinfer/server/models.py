@@ -87,7 +87,6 @@ class ModelRegistry:
     # -- names ----------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """In the order in which they were given, without aliases."""
         return [slot.entry.name for slot in self._slots]
 
     def slots(self) -> list[ModelSlot]:
@@ -98,7 +97,6 @@ class ModelRegistry:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the models that are loaded, being loaded or being unloaded."""
         return sum(slot.held_bytes for slot in self._slots)
 
     def find(self, name: str | None) -> ModelSlot:

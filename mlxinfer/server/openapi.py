@@ -71,7 +71,6 @@ def body_of(route: Route) -> type[RequestBody] | None:
 
 
 def summary_of(route: Route) -> str:
-    """The first line of the handler's docstring."""
     return (inspect.getdoc(route.handler) or "").partition("\n")[0]
 
 

@@ -114,7 +114,6 @@ class ReuseRecords:
             self._drop_ids(self._of[owner])
 
     def of(self, owner: str | None) -> list[Plain]:
-        """The requests of an owner, the last first."""
         return [record.shown for record in reversed(self._of.get(owner, ()))]
 
     def find(self, owner: str | None, id: str) -> Plain | None:

@@ -307,7 +307,6 @@ class Answers:
             raise
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
-        """Wait for all answers; `watch` is called with each result as it comes."""
         for steps in self:
             for step in steps:
                 if watch is not None and step.delta.result is not None:

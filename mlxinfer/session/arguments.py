@@ -102,7 +102,6 @@ def text_inputs(
 
 
 def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
-    """A value for each of `count` prompts; `given` is one value for all, or a list."""
     if given is None or isinstance(given, kind):
         return [given] * count
     if not isinstance(given, list | tuple):

@@ -71,7 +71,6 @@ class ModelInfo:
 
 
 def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
-    """The facts of `model`, loaded from `path`."""
     config, spec = model.config, model.config.quantization
     default = spec.default if spec is not None else None
     return ModelInfo(

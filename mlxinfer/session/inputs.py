@@ -255,7 +255,6 @@ class ChatInput(Input):
         return self.without_pictures(earlier_places(self.messages), TEXT_ONLY)
 
     def without_pictures(self, places: Container[str], why: str) -> Self:
-        """The conversation with notes, which end with `why`, in place of pictures at `places`."""
         from .pictures import with_notes
 
         messages, left_out = with_notes(self.messages, places, why)

@@ -275,7 +275,6 @@ class EngineOptions:
         return bool(self.peers or self.prefill_at or self.gives_pages)
 
     def with_draft(self, find: Callable[[str], Path]) -> "EngineOptions":
-        """These options with the folder of the draft model, which `find` gives for its name."""
         return self if self.draft is None else replace(self, draft=find(str(self.draft)))
 
     @property

@@ -372,7 +372,6 @@ def _loop_maker(
 
 
 def _described(name: str, folder: Path, pooling: PoolingConfig, loop: "PoolingLoop") -> ModelInfo:
-    """The facts of a model, on the engine's thread."""
     return replace(
         describe(name, folder, loop.model.model),
         task=str(pooling.task),

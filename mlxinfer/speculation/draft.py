@@ -97,7 +97,6 @@ class DraftProposer(ProposalSource):
         return keys_within(self.name, sequences, depth, self._max_context)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        """Follow the sequences, then draw token after token, all of a sequence's in order."""
         try:
             return self._propose(sequences, depths)
         except BaseException:  # a half-done step leaves the cache unusable

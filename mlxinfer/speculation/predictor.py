@@ -37,7 +37,6 @@ class HeldStates:
 
     @property
     def stop(self) -> int:
-        """One past the position of the last."""
         return self.start + len(self.rows)
 
     def put(self, start: int, rows: list[Row]) -> None:

@@ -160,7 +160,6 @@ def _share_budget(
 
 
 def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
-    """Bytes of a token's keys and values, as they are computed, in some layers."""
     return max(sum(spec.numbers for spec in specs) * dtype.size, 1)
 
 

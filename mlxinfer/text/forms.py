@@ -116,7 +116,6 @@ class Forms:
         return [*rest[:place], {**rest[place], "content": whole}, *rest[place + 1 :]]
 
     def _as_text(self, chat: list[Message], write_calls: WriteCalls) -> list[Message]:
-        """Return messages in which calls and results are text, where they must be."""
         changed: list[Message] = []
         results = self.results  # of the last calls are messages of the role tool
         for message in chat:

@@ -31,7 +31,6 @@ class TemplateFacts:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "TemplateFacts":
-        """Return the facts that `to_json` has written."""
         thinking: dict[str, Any]
         forms: dict[str, Any]
         thinking, forms = (

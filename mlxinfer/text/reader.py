@@ -75,7 +75,6 @@ class TextReader:
         return True
 
     def peek(self) -> Parse[str]:
-        """Return the next character without reading it, "" at the end."""
         return self._text[self._at] if (yield from self.more()) else ""
 
     def take(self, count: int = 1) -> str:
@@ -176,7 +175,6 @@ class TextReader:
                 raise Malformed(f"more than {limit} characters before {marks[0]}")
 
     def rest(self, emit: Callable[[str], object]) -> Parse[None]:
-        """Read all that follows, and pass it on as it arrives."""
         while piece := (yield from self.run(_ALL)):
             emit(piece)
 

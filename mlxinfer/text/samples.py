@@ -88,12 +88,10 @@ def _known_of(template: ChatTemplate) -> _Known:
 
 
 def learnt(template: ChatTemplate) -> dict[str, Any]:
-    """Return {"samples": ..., "facts": ...} of a template that is run here."""
     return {"samples": rendered_samples(template), "facts": probe(template).to_json()}
 
 
 def rendered_samples(template: ChatTemplate) -> dict[str, str | None]:
-    """Return what `samples_of` does, rendered here."""
     return {key: _rendered(template, *chat) for key, chat in _conversations().items()}
 
 

@@ -222,7 +222,6 @@ class _Probe:
         return self._differs({name: 0.2}, {name: 0.7}) and _UNKNOWN not in self._text(name)
 
     def _budget_rungs(self, name: str, base: Variables) -> dict[int, Variables]:
-        """Return numbers of tokens for efforts; the highest effort has no limit."""
         return {
             EFFORTS.index(effort): base if tokens is None else {**base, name: tokens}
             for effort, tokens in _TOKENS.items()

@@ -327,13 +327,11 @@ class Tokenizer:
         return finder
 
     def num_special_tokens(self, *, pair: bool) -> int:
-        """Return how many tokens are put around a text, or around a pair of texts."""
         return int(self._backend.num_special_tokens_to_add(pair))
 
     def with_special_tokens(
         self, first: tokenizers.Encoding, second: tokenizers.Encoding | None = None
     ) -> tokenizers.Encoding:
-        """Return the encoding of a text, or of a pair, with the tokens that are put around it."""
         return self._backend.post_process(first, second, True)
 
     def encode_plain(self, text: str) -> list[int]:
@@ -402,7 +400,6 @@ class Tokenizer:
         return token_id
 
     def to_json(self) -> str:
-        """Return this tokenizer's tokenizer.json, for libraries that build tables of their own."""
         return str(self._backend.to_str())
 
     def _resolve_ends(self, files: TokenizerFiles) -> None:

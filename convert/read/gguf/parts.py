@@ -47,7 +47,6 @@ def rows_in(name: str, axis: int = 0) -> FamilyValue:
 
 
 def norm_eps(facts: ArchitectureFields, shapes: Shapes, config: Config) -> float:
-    """Of norms with a mean."""
     return float(config["layer_norm_eps"])
 
 

@@ -166,7 +166,6 @@ class GGUFTensor:
         return numbers.reshape(rows.stop - rows.start, *self.shape[1:])
 
     def groups(self, size: int) -> Order | slice:
-        """The order of groups of `size` columns; all of them as they are: a slice."""
         order = self.layout.columns
         if order is None:
             return slice(None)

@@ -135,7 +135,6 @@ def groups_of(config: Fields | None) -> list[Fields]:
 
 
 def _check_transforms(stated: Fields | None) -> None:
-    """Refuse transforms of activations; transforms of weights are in the stored values already."""
     for scheme in groups_of(stated):
         for applied in scheme.items("apply") or []:
             where = applied.get("location") if isinstance(applied, dict) else applied
@@ -147,7 +146,6 @@ def _check_transforms(stated: Fields | None) -> None:
 
 
 def _weights_of(group: Fields) -> _Stated | None:
-    """The weights of a config group; None where they are no integers."""
     weights = group.fields("weights")
     if weights is None or weights.text("type", default="int") != "int":
         return None

@@ -38,7 +38,6 @@ class RestorePoint:
 
     @property
     def num_pages(self) -> int:
-        """Whole pages before `num_tokens`."""
         return self.num_tokens // self.names.page_size
 
     def holds(self, number: int, group: int) -> bool:
@@ -269,7 +268,6 @@ class PrefixCache(PageIndex):
         self.let_go(copied, priority=lease.priority)
 
     def give_back(self, lease: Lease, group: int, ids: Sequence[int]) -> None:
-        """Give back pages that a window has passed; those without a name become free."""
         self.let_go({group: self._named(group, ids)}, priority=lease.priority)
 
     def _named(self, group: int, ids: Sequence[int]) -> list[Page]:
@@ -374,7 +372,6 @@ class PrefixCache(PageIndex):
         return page
 
     def _covers(self, parent: Name, tokens: tuple[int, ...]) -> bool:
-        """Whether a page after `parent` begins with `tokens`."""
         return self.closest(parent, tokens, self.attention)[1] == len(tokens)
 
     def remove_state(self, page: Page) -> None:

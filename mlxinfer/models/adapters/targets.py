@@ -59,7 +59,6 @@ class Targets:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Every matrix that an adapter may change, as the decoder has it."""
         return tuple(self._spots)
 
     def placements(self, adapter: AdapterFolder) -> list[Placement]:

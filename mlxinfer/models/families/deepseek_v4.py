@@ -344,7 +344,6 @@ def _ropes(config: Fields) -> dict[str, Any]:
 
 
 def _entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
-    """The `EntrySpec` of a layer of this kind."""
     fields, dim = config.fields, config.head_dim
     rates, kinds = fields.fields("compress_rates"), fields.items("layer_types") or ()
     stated = {label: fields.get(key) for label, key in _RATES.items()}

@@ -102,7 +102,6 @@ class Glm5Next(MixedStreams, KimiLinear):
         return clipped_swiglu(self.weights.dtype, limit=limit)
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:
-        """With an index of its own, or the choice of the layer before it."""
         return PooledAttention(self._index(index), **parts)
 
     def _index(self, index: int) -> GatedIndexer | None:

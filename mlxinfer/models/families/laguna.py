@@ -62,7 +62,6 @@ class Laguna(Dots1):
 
     @classmethod
     def query_heads(cls, config: ModelConfig) -> Sequence[int]:
-        """The query heads of each layer; empty: as many as the config states for all."""
         return config.fields.items("num_attention_heads_per_layer") or ()
 
     def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:

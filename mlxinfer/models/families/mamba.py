@@ -61,7 +61,6 @@ class MambaDims:
 
     @property
     def channels(self) -> int:
-        """Numbers that go through the convolution: inputs, keys and queries."""
         return sum(self.conv_parts)
 
     @property
@@ -70,7 +69,6 @@ class MambaDims:
 
     @property
     def projected_parts(self) -> list[int]:
-        """Outputs of the projection: gates, inputs of the convolution, and time steps."""
         return [self.inner, *self.conv_parts, self.heads]
 
     @property

@@ -171,7 +171,6 @@ class Qwen3_5MoE(Qwen3_5):
 
 
 def with_delta_states(config: ModelConfig, fields: Fields) -> ModelConfig:
-    """The config with the states of recurrent layers, of the sizes that `fields` state."""
     recurs = _recurs(fields, config.num_layers)
     return with_states(replace(config, fields=fields), _state(fields), recurs)
 

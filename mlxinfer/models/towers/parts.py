@@ -362,12 +362,10 @@ def layer_norm(weights: Weights, path: str, dims: int, eps: float) -> LayerNorm:
 
 
 def rms_norm(weights: Weights, path: str, dims: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
-    """The RMS norm at `path`; `offset` is added to its weights."""
     return RMSNorm(weights.take(f"{path}.weight", (dims,), offset=offset), eps)
 
 
 def linear(weights: Weights, path: str, out_dims: int, in_dims: int) -> Projection:
-    """The projection at `path`, with a bias if the checkpoint has one."""
     return weights.linear(path, out_dims, in_dims, bias=f"{path}.bias" in weights)
 
 

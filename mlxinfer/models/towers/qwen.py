@@ -206,7 +206,6 @@ def _plain_block(
 def _without_places(
     weights: Weights, sizes: MergedSizes, blocks: list[PatchBlock], norm: Norm
 ) -> MergedTower:
-    """A tower without a table of places; `norm` is that of its merger."""
     names = "vision.merger.mlp.0", "vision.merger.mlp.2"
     return MergedTower(
         _patch_conv(weights, sizes),

@@ -174,7 +174,6 @@ class Reader:
         mx.eval(unread)
 
     def begin(self, reading: "Reading", targets: Sequence[Target], num_experts: int) -> None:
-        """Read the targets of one of `num_experts` experts that are needed together."""
         runs = adjacent(targets)
         num_jobs = min(len(runs), -(-READS_AT_ONCE // num_experts))
         self.counters.reads += len(runs)
@@ -288,7 +287,6 @@ class LayerExperts:
             reading.guessed = False
 
     def begin(self, wanted: Ints, keep: Ints) -> None:
-        """Begin to read `wanted` experts that have no slot; `wanted` and `keep` stay."""
         missing = wanted[self._slot_of[wanted] < 0]
         if len(missing):
             self._fill(missing, np.concatenate([wanted, keep]), guessed=False)

@@ -62,7 +62,6 @@ class StoredMatrix:
         return self._each(lambda array, axis: mx.take(array, rows, axis=axis), chosen)
 
     def by_head(self, num_heads: int) -> "StoredMatrix":
-        """Reshape (num_heads * rows, in_dims) to (num_heads, rows, in_dims)."""
         return self._each(lambda array, axis: mx.unflatten(array, axis, (num_heads, -1)), ())
 
     def rows(self, start: int, stop: int) -> "StoredMatrix":

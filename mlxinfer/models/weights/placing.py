@@ -201,7 +201,6 @@ class InSlots:
         return self._dtype, mx.float32 if wide else self._dtype
 
     def _expert_bytes(self, projection: SlotProjection) -> int:
-        """Return the bytes of one expert's part of a projection."""
         stored = self._deferred[projection]
         fields = [getattr(stored, name) for name in FIELDS]
         return sum(

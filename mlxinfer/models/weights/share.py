@@ -56,7 +56,6 @@ class Share:
     counts: set[int] = field(default_factory=set)
 
     def span(self, num_units: int) -> tuple[int, int]:
-        """Return the units of this rank, [from, to). Ranks differ by one unit at most."""
         return num_units * self.rank // self.size, num_units * (self.rank + 1) // self.size
 
     def cut(self, stored: int, wanted: int) -> int | None:

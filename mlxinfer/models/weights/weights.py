@@ -328,7 +328,6 @@ class Weights:
         return FileRows(fields, next(iter(forms)), self.dtype)
 
     def _fields_in_files(self, path: str, width: int) -> tuple[QuantFormat | None, list[Tensor]]:
-        """The format of a matrix of `width` columns, and its fields as they are stored."""
         shape = self.shape(f"{path}.weight")[0], width
         if f"{path}.scales" not in self:
             return None, [self._found(f"{path}.weight", shape, FLOATS)]
@@ -430,7 +429,6 @@ class Weights:
     def _packing(
         self, path: str, shape: tuple[int, ...]
     ) -> tuple[QuantFormat, tuple[int, ...], tuple[int, ...]]:
-        """The format of a quantised matrix, and the shapes of its words and of its scales."""
         *rows, in_dims = shape
         form = self._format_of(path, in_dims)
         if in_dims % form.group_size:

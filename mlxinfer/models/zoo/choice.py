@@ -129,7 +129,6 @@ def _fitting(definition: Definition) -> Iterator[None]:
 
 
 def quantise(model: nn.Module, formats: Formats) -> None:
-    """Replace layers by their quantised forms, with weights of no meaning."""
     if formats:
         nn.quantize(model, class_predicate=lambda path, module: formats.get(path, False))
 

@@ -167,7 +167,6 @@ class FlatCache(AttendingCache):
         self._stored = False
 
     def begin(self, layer: Any, positions: mx.array) -> None:
-        """A step begins; `layer` is the engine's cache of this layer."""
         self._layer = layer
         self.offset = positions
         self.num_attended, self._stored = 0, False

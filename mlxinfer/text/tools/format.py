@@ -52,7 +52,6 @@ class CallWriter:
         self.parts.append(ToolCallDelta(index=self.count, id=self.new_id(), name=name))
 
     def arguments(self, text: str) -> None:
-        """Add the next piece of the arguments' JSON text."""
         self.parts.append(ToolCallDelta(index=self.count, arguments=text))
 
     def end(self) -> None:

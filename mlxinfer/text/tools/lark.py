@@ -56,7 +56,6 @@ class Lark:
         return " ".join(terms) or '""'
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return what matches JSON of a schema, with one way of spacing."""
         return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
 
     def parameters(self, tool: Tool) -> str:
@@ -114,7 +113,6 @@ class Lark:
         return f"({' | '.join(starts)})?" if starts else ""
 
     def grammar(self, start: str) -> str:
-        """Return the whole grammar; `start` is what it matches."""
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def _term(self, piece: str) -> str:

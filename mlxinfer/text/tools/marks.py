@@ -29,7 +29,6 @@ def literals_of(text: str) -> list[str]:
 
 
 def pattern_of(words: Sequence[str]) -> str:
-    """Return a regular expression of marks in a row."""
     return "".join(
         rf"\s*{_PATTERNS[word].pattern if word in _PATTERNS else re.escape(word)}" for word in words
     )

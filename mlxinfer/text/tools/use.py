@@ -65,14 +65,12 @@ class ToolUse:
 
     @property
     def schemas(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """The place in the request and the schema of each tool's parameters."""
         return [
             (f"tools[{place}].function.parameters", tool.parameters)
             for place, tool in enumerate(self.tools)
         ]
 
     def parser(self) -> ToolParser:
-        """Return a parser that finds the calls of one answer."""
         return ToolParser(self.format, self.tools, must_call=self.must_call)
 
     def grammar(
@@ -143,7 +141,6 @@ class AnswerGrammar:
         )
 
     def forced(self) -> str:
-        """Return the grammar of calls, optionally after reasoning."""
         return self._lark.grammar(f"{self._thought()} {self._calls()}".strip())
 
     def offered(self) -> str | None:
@@ -167,7 +164,6 @@ class AnswerGrammar:
         return lark.grammar(f"{before} ({text})? ({calls} ({text})?)?".strip())
 
     def main(self) -> str:
-        """Return the grammar of what @main allows, optionally after reasoning."""
         return self._lark.grammar(f"{self._thought()} {self._header()} @main".strip())
 
     def calls_or_main(self) -> str:

@@ -24,7 +24,7 @@ from ..layers.rope import RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from ..metal_kernels.attention_heads import HeadsForm
 from ..metal_kernels.paged_attention import Softmax
-from .config import ModelConfig, read_layer_types, read_rope
+from .config import FULL, ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .experts import PACKED, PackedExperts, read_experts
 from .jsonfields import Fields
@@ -491,6 +491,11 @@ def no_positions(
 ) -> tuple[RopeSpec | None, ...]:
     """As `Family.rope_specs`: no layer has positions."""
     return (None,) * len(layer_types)
+
+
+def in_windows(fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+    """As `Family.turning`: tokens of layers with windows have positions, and no others."""
+    return [kind != FULL for kind in layer_types]
 
 
 def root_of_width(family: Family) -> float:

@@ -12,10 +12,9 @@ from ...errors import UnsupportedModelError
 from ...layers.linear import Linear, Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...layers.rope import RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
-from ..family import Family, HeadNorms, MTPForm, root_of_width
+from ..family import Family, HeadNorms, MTPForm, in_windows, root_of_width
 from ..jsonfields import Fields
 from .deepseek import PLAIN_ROUTING, V3Experts, shared_expert
 from .llama import Ernie4_5
@@ -106,14 +105,11 @@ class Afmoe(HyV3):
         "mup_enabled": False,
     }
     ignored = ()
+    turning = staticmethod(in_windows)
     keys = V3_KEYS | {"global_attn_every_n_layers": "sliding_window_pattern"}
     block_norms = (
         "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"
     )  # fmt: skip
-
-    @classmethod
-    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
 
     def embed_scale(self) -> float | None:
         return root_of_width(self) if self.config.fields.boolean("mup_enabled") else None

@@ -15,7 +15,7 @@ from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_rope
 from ..decoder import ParallelLayer
-from ..family import Family, pairs_apart
+from ..family import Family, in_windows, pairs_apart
 from ..jsonfields import Fields
 from .deepseek import sparse_layers
 
@@ -35,15 +35,12 @@ class Cohere2(Family):
         "tie_word_embeddings": True,
     }
     head_order = pairs_apart
+    turning = staticmethod(in_windows)
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
         without = {key: value for key, value in fields.values.items() if key != "head_dim"}
         return super().head_dim(Fields(without, fields.where), num_heads)
-
-    @classmethod
-    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

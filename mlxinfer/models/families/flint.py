@@ -8,7 +8,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING
-from ..family import Family, HeadNorms, learned_sinks
+from ..family import Family, HeadNorms, in_windows, learned_sinks
 from ..jsonfields import Fields
 
 
@@ -47,7 +47,7 @@ class Flint(Family):
         """All but the layers that `no_rope_layer_indices` lists, else those with windows."""
         stated = fields.items("no_rope_layer_indices")
         if stated is None:
-            return [kind != FULL for kind in layer_types]
+            return in_windows(fields, layer_types)
         return [i not in stated for i in range(len(layer_types))]
 
     def mlp(self, index: int) -> FeedForward:

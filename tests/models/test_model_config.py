@@ -101,6 +101,11 @@ def test_windows_of_layers_are_those_of_the_config(case, changes, windows):
     assert normalise(tiny_config(case) | changes).windows == tuple(windows)
 
 
+@pytest.mark.parametrize(("case", "stated"), TABLES["ignored"])
+def test_fields_that_an_architecture_does_not_read_change_nothing(case, stated):
+    assert normalise(tiny_config(case) | stated) == normalise(tiny_config(case))
+
+
 @pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
 def test_a_window_of_qwen_has_a_size_of_its_own(case):
     config = tiny_config(case) | {"use_sliding_window": True, "max_window_layers": 2}

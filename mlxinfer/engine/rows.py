@@ -7,10 +7,13 @@ rows of another tenant takes longer than that allows. Then only some rows are in
 take turns. A step of `rows` takes about a + b * rows seconds: what all rows share, and each row. So
 as many rows as fit in twice the time of one are at least half as quick, all together, as any number
 of rows: (2a + 2b) / (2 + a / b) <= 2b seconds for each.
+
+A tenant without tokens may wait for its first one twice as long as without others, too. So a step
+with its prompt takes no more than twice as long as one with that prompt alone.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import sqrt
 
 from ..fair import Tenant
@@ -90,13 +93,14 @@ class DecodeRows:
     def choose(
         self,
         decoding: list[Sequence],
-        prefilling: Collection[Tenant],
+        prefilling: Mapping[Tenant, float],
         tenants: Collection[Tenant],
         page_s: float,
     ) -> list[Sequence]:
         """The sequences of the next step, in the given order.
 
         Args:
+            prefilling: seconds of the prompts of each tenant that has any to compute.
             page_s: that a page of a prompt takes in a step.
         """
         rows: dict[Tenant, list[Sequence]] = {}
@@ -116,22 +120,28 @@ class DecodeRows:
     def _limit(
         self,
         counts: dict[Tenant, int],
-        prefilling: Collection[Tenant],
+        prefilling: Mapping[Tenant, float],
         tenants: Collection[Tenant],
         page_s: float,
     ) -> int:
         """Rows of the next step: each tenant gets one, even if they do not fit."""
         if not self.times.known:
             return sum(counts.values())
-        limit, weight = self.times.rows_in(self._slice_s), sum(t.weight for t in tenants)
+        slice_s, weight = self._slice_s, sum(t.weight for t in tenants)
+        if prefilling:  # a page is in the step, too
+            slice_s -= min(page_s, slice_s / 2)
+        limit = self.times.rows_in(slice_s)
         for tenant, count in counts.items():
             most_s = equal_s = weight / tenant.weight * self.times.of(count)
             if any(other != tenant for other in prefilling):
                 most_s = min(equal_s, MOST * equal_s - page_s)
             limit = min(limit, self.times.rows_in(most_s))
-        for tenant in prefilling:  # without tokens: its part of a slice is left for its prompts
-            if tenant not in counts:
-                limit = min(limit, self.times.rows_in(self._slice_s * (1 - tenant.weight / weight)))
+        for tenant, prompts_s in prefilling.items():
+            if tenant not in counts:  # its part of the step is left for its prompts
+                equal_s = weight / tenant.weight * (self.times.of(0) + prompts_s)
+                part_s = self._slice_s * tenant.weight / weight
+                most_s = min(self._slice_s - part_s, equal_s - prompts_s)
+                limit = min(limit, self.times.rows_in(most_s))
         if self._turn % TRIED_EVERY == 0:
             limit += max(limit // 2, 1)
         return limit
@@ -150,39 +160,48 @@ class DecodeRows:
     def beside(
         self,
         chosen: Iterable[Sequence],
-        prefilling: Collection[Tenant],
+        prefilling: Mapping[Tenant, float],
         tenants: Iterable[Tenant],
         tower_s: float = 0.0,
     ) -> Beside | None:
         """What prompts may take of a step with these rows; None: it is one without prompts.
 
         Args:
+            prefilling: see `choose`.
             tower_s: seconds that a tower took since the step before.
         """
         beside = self._beside(chosen, prefilling, tenants)
-        if beside.tenants and self._turn - self._timed >= TIMED_EVERY:
+        waits = any(t not in beside.tenants and prefilling[t] < self._slice_s for t in prefilling)
+        if beside.tenants and self._turn - self._timed >= TIMED_EVERY * (1 + waits):
             self._timed = self._turn
             return None
         return beside._replace(most_s=beside.most_s - tower_s)
 
     def tower_s(
-        self, chosen: Iterable[Sequence], seeing: Collection[Tenant], tenants: Iterable[Tenant]
+        self, chosen: Iterable[Sequence], seeing: Mapping[Tenant, float], tenants: Iterable[Tenant]
     ) -> float:
         beside = self._beside(chosen, seeing, tenants)
         return beside.most_s - beside.seconds
 
     def _beside(
-        self, chosen: Iterable[Sequence], prefilling: Collection[Tenant], tenants: Iterable[Tenant]
+        self,
+        chosen: Iterable[Sequence],
+        prefilling: Mapping[Tenant, float],
+        tenants: Iterable[Tenant],
     ) -> Beside:
         counts = Counter([sequence.request.tenant for sequence in chosen])
-        if not counts or not self.times.known:
-            return Beside(counts.keys(), 0.0, self._slice_s)
-        rows_s, weight = self.times.of(counts.total()), sum(tenant.weight for tenant in tenants)
-        most_s = self._slice_s
+        rows_s = shared_s = 0.0
+        if counts and self.times.known:
+            rows_s, shared_s = self.times.of(counts.total()), self.times.of(0)
+        weight, most_s = sum(tenant.weight for tenant in tenants), self._slice_s
         if any(tenant not in counts for tenant in prefilling):
             most_s = max(most_s, 2 * rows_s)
         for tenant, count in counts.items():
-            if any(other != tenant for other in prefilling):
+            if rows_s and any(other != tenant for other in prefilling):
                 equal_s = weight / tenant.weight * self.times.of(count)
                 most_s = min(most_s, MOST * equal_s)
-        return Beside(counts.keys(), rows_s, most_s, self.times.of(0))
+        for tenant, prompts_s in prefilling.items():
+            if tenant not in counts:
+                equal_s = weight / tenant.weight * (shared_s + prompts_s)
+                most_s = min(most_s, max(equal_s, rows_s + prompts_s))
+        return Beside(counts.keys(), rows_s, most_s, shared_s)

@@ -14,7 +14,7 @@ A step may be in flight while the next one is planned. Pages that are given up m
 a step that writes pages waits for the step in flight (`Batch.writes_pages`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from math import inf
 
@@ -189,16 +189,25 @@ class Scheduler:
     ) -> tuple[list[Sequence], int]:
         """As `_micro_batch`, if tenants share the step: tokens come as often as shares say."""
         rows.times.note(self.prefill.decoded)
-        prefilling, page_s = self._tenants_of_prompts(), self.prefill.page_s
+        prefilling, page_s = self._prompts_s(self._prompts()), self.prefill.page_s
         chosen = rows.choose(decoding, prefilling, self.queues.tenants, page_s)
         self._most_proposals = min(self._most_proposals, rows.depth)
         return chosen, len(decoding) if len(chosen) < len(decoding) else 0
 
-    def _tenants_of_prompts(self) -> set[Tenant]:
+    def _prompts_s(self, prefilling: Iterable[Sequence]) -> dict[Tenant, float]:
+        token_s, seconds = self.prefill.page_s / self.page_size, dict[Tenant, float]()
+        for sequence in prefilling:
+            tenant = sequence.request.tenant
+            seconds[tenant] = seconds.get(tenant, 0.0) + sequence.num_left * token_s
+        return seconds
+
+    def _prompts(self) -> list[Sequence]:
+        """Prompts to compute of each tenant: those that run, or wait while none of it runs."""
         running = self.queues.running
-        prompts = {s.request.tenant for s in running if s.num_computed < s.num_prompt}
-        waiting = {s.request.tenant for s in self.queues.waiting if s.fetch is None}
-        return prompts | waiting - {s.request.tenant for s in running}
+        prompts = [s for s in running if s.num_computed < s.num_prompt]
+        tenants = {s.request.tenant for s in running}
+        waiting = [s for s in self.queues.waiting if s.fetch is None]
+        return prompts + [s for s in waiting if s.request.tenant not in tenants]
 
     def tower_s(self, tenants: Collection[Tenant]) -> float:
         """Seconds that the tower may take before the next step, for pictures of these tenants.
@@ -209,7 +218,7 @@ class Scheduler:
         if self._rows is None or not queues.contested:
             return inf
         decoding = [sequence for sequence in queues.running if sequence.decodes]
-        return self._rows.tower_s(decoding, tenants, queues.tenants)
+        return self._rows.tower_s(decoding, dict.fromkeys(tenants, inf), queues.tenants)
 
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take pages for new tokens that begin one; the youngest sequences may be preempted."""
@@ -247,10 +256,9 @@ class Scheduler:
         num_waiting = len(prefilling) - len(ready)
         beside = None
         if ready and self._shared and self._rows is not None:
-            tenants = {sequence.request.tenant for sequence in ready}
             rows = decodes.sequences + [s.sequence for s in verified for _ in range(s.num_tokens)]
             tower_s = self._features.worked_s
-            beside = self._rows.beside(rows, tenants, queues.tenants, tower_s)
+            beside = self._rows.beside(rows, self._prompts_s(ready), queues.tenants, tower_s)
             if beside is None:
                 return []
         num_running = len(queues.running) - num_waiting

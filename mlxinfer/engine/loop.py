@@ -49,7 +49,8 @@ class Loop(EngineParts):
         """Schedule a step, launch it, read the step before it and emit the events of that one.
 
         So Python works on one step while MLX works on the other. With pipeline stages several steps
-        stay in flight, each with other rows.
+        stay in flight, each with other rows. A step on which the next one depends is read at the
+        end of its turn (`Scheduler.reads_first`): the next one has what came until then.
         """
         batch = self._schedule()
         if batch is None:
@@ -58,6 +59,8 @@ class Loop(EngineParts):
             was_read = self._read(self.scheduler.max_in_flight(batch))
             if was_read and step.constrained_logits is not None:  # all tokens before are known
                 self._sample_constrained(step)
+            if self._in_flight and self.scheduler.reads_first(batch):
+                self._read(0)
         if self.adapters.are_leaving:
             self.adapters.free_unused(self.scheduler.queues.unfinished())
 
@@ -104,13 +107,10 @@ class Loop(EngineParts):
     def _schedule(self) -> Batch | None:
         """Plan the next step; None: nothing can be computed now.
 
-        A step on which the next one depends is read first (`Scheduler.reads_first`). A tower sees
-        pictures between two steps.
+        A tower sees pictures between two steps.
         """
         if self.store is not None and not self.store.tiers:
             self.open_tiers()
-        if self._in_flight and self.scheduler.reads_first(self._in_flight[-1].batch):
-            self._read(0)
         sees = bool(self.features.wanted)
         self.features.worked_s = 0.0
         if sees and self._read(0) and self.features.wanted:

@@ -245,6 +245,11 @@ class PrefillSizer:
             least, most = sorted((known, known * at / context))
             self._beside[other] = at, min(max(seconds, least), most)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the last step without prompts took more than half a slice."""
+        return self._slice_s is not None and self.decoded[1] > self._slice_s / 2
+
     def halve(self, batch: Batch) -> None:
         """Give prompts half as many tokens as in this step, which the GPU stopped.
 

@@ -90,12 +90,13 @@ class Scheduler:
         Proposals need the last token, so the step in flight is read first. The number of accepted
         proposals decides where the next step starts, and the time of a step with prompts decides
         how many prompt tokens the next one gets. A caller waits for the first token of an answer.
+        Where tenants share, a request that comes would wait for both steps, if they are long.
         With pipeline stages the next step has other rows, unless one sequence runs alone.
         """
         running = self.queues.running
         if self._num_stages > 1 and len(running) > 1:
             return False
-        if self._num_stages == 1 and batch.ragged:
+        if self._num_stages == 1 and (batch.ragged or (self._shared and self.prefill.is_long)):
             return True
         proposer = self._proposer if self._most_proposals else None
         return proposer is not None and proposer.depth(running, len(running)) > 0

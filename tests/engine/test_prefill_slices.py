@@ -432,9 +432,13 @@ class SimulatedDevice:
     Args:
         backlog_s: seconds of work that may be queued when a launch returns: MLX lets a launch wait
             while much is queued, so on the CPU backend it ends with its step.
+        row_s: of each row that decodes.
     """
 
-    def __init__(self, backlog_s: float) -> None:
+    shared_s, token_s = 0.02, 0.002  # of all rows that decode, and of a prompt token
+
+    def __init__(self, backlog_s: float, row_s: float = 0.0) -> None:
+        self._row_s = row_s
         self.now_s, self._backlog_s, self._free_s = 0.0, backlog_s, 0.0
         self.hiccup_s = 0.0  # that the next step with prompts takes more
 
@@ -449,7 +453,8 @@ class SimulatedDevice:
             len(batch.decodes.sequences),
             batch.num_tokens - len(batch.decodes.sequences),
         )
-        took_s = 0.02 * (decodes > 0) + 0.002 * prompts  # a slice holds 115 tokens
+        took_s = (self.shared_s + self._row_s * decodes) * (decodes > 0)
+        took_s += self.token_s * prompts  # a slice holds 115 tokens
         if batch.ragged:
             took_s, self.hiccup_s = took_s + self.hiccup_s, 0.0
         self._free_s = max(self.now_s, self._free_s) + took_s

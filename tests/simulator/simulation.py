@@ -173,8 +173,6 @@ class Simulation:
     def turn(self) -> None:
         self.turns += 1
         steps = self._in_flight
-        if steps and self.scheduler.reads_first(steps[-1].batch):
-            self._read(0)
         if self.features.wanted and self._read(0) and self.features.wanted:
             self._see()
         batch = self.scheduler.next_batch()
@@ -188,6 +186,8 @@ class Simulation:
             step, runs = steps[-1], self._read(self.scheduler.max_in_flight(batch))
             if runs and step.unsampled:
                 self._sample_constrained(step)
+            if steps and self.scheduler.reads_first(batch):
+                self._read(0)
         self._check()
 
     def _see(self) -> None:

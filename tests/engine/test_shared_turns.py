@@ -1,0 +1,67 @@
+"""Turns of the loop that tenants share, on a device that runs queued steps in simulated time."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from engine.harness import config, tiny_model
+from engine.test_prefill_slices import MOST, SLICE_S, SimulatedDevice
+from engine.test_rows import HEAVY, LIGHT
+
+from mlxinfer.core import Request, SamplingParams, TokenEvent
+from mlxinfer.engine import loop as loop_module
+from mlxinfer.engine.loop import Loop
+from mlxinfer.fair import Tenant
+
+
+class Shared:
+    """A loop whose heavy tenant always has so many answers; a light one comes now and then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_heavy: int, **device: float) -> None:
+        self.device, self.token_s = SimulatedDevice(10.0, **device), dict[str, list[float]]()
+        sizes = config(prefill_chunk=MOST, prefill_slice_s=SLICE_S, max_batch=16)
+        self.loop = Loop(tiny_model("qwen3-v4"), sizes, self.take)
+        self.loop.runner = self.device  # type: ignore[assignment]
+        clock = SimpleNamespace(monotonic=lambda: self.device.now_s)
+        monkeypatch.setattr(loop_module, "time", clock)
+        self.num_heavy = num_heavy
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.token_s[event.request_id].append(self.device.now_s)
+
+    def add(self, name: str, num_prompt: int, max_tokens: int, tenant: Tenant) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(name, [1] * num_prompt, params, tenant=tenant)
+        self.token_s[name] = []
+        self.loop.add(request, self.loop.limits.check(request))
+
+    def turn(self) -> None:
+        queues = self.loop.scheduler.queues
+        while sum(s.request.tenant == HEAVY for s in queues.unfinished()) < self.num_heavy:
+            self.add(f"heavy{len(self.token_s)}", 4, 3000, HEAVY)
+        self.loop.turn()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_first_token_waits_for_one_running_step(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for another one that was launched behind it, where rows take most of a slice."""
+    rnd, late = random.Random(seed), 0
+    row_s, num_prompt = rnd.uniform(0.012, 0.03), 8
+    shared = Shared(monkeypatch, 16, row_s=row_s)
+    for turn in range(12):
+        for _ in range(rnd.randint(10, 20)):
+            before_s = shared.device.now_s
+            shared.turn()
+        name, asked_s = f"light{turn}", rnd.uniform(before_s, shared.device.now_s)
+        shared.add(name, num_prompt, 4, LIGHT)
+        while not shared.token_s[name]:
+            shared.turn()
+        alone_s = shared.device.shared_s + num_prompt * shared.device.token_s
+        wait_s = shared.token_s[name][0] - asked_s
+        late += turn > 0 and wait_s > 1.1 * (2 * alone_s + SLICE_S)
+        while len(shared.token_s[name]) < 4:
+            shared.turn()
+    assert late <= 2, f"seed {seed}"  # of steps that try more rows

@@ -34,6 +34,7 @@ class Loop(EngineParts):
     """
 
     _ended_s = 0.0  # by when the last step that was read had ended
+    _began_s = 0.0  # when the newest step began to be planned: a draft model may propose for it
 
     @property
     def idle(self) -> bool:
@@ -117,6 +118,7 @@ class Loop(EngineParts):
             failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
             if failed is not None:
                 self._fail(*failed)
+        self._began_s = time.monotonic()
         batch = self.scheduler.next_batch()
         if batch is not None:
             batch.was_delayed = sees
@@ -126,14 +128,13 @@ class Loop(EngineParts):
         """Launch a step behind the one before it; None: it failed."""
         for sequence in batch.admitted:
             sequence.request.started_s = sequence.request.started_s or time.monotonic()
-        began_s = time.monotonic()
         try:
             step = self.runner.launch(batch, self._in_flight[-1] if self._in_flight else None)
         except BaseException as error:  # the fault boundary of a step: others go on
             if self._read(0):
                 self._fail_step(batch, error)
             return None
-        step.began_s = began_s
+        step.began_s = self._began_s
         self._in_flight.append(step)
         return step
 

@@ -390,7 +390,7 @@ class PageStore:
         return self._computing.seconds_for(num_tokens)
 
     def step_ended(self, *, num_prefill: int, num_tokens: int, began_s: float) -> None:
-        """A step's tokens were read; it was launched at `began_s`, behind the step before it."""
+        """A step's tokens were read; it was planned at `began_s`, behind the step before it."""
         now = self._clock()
         if 2 * num_prefill > num_tokens and not self._read_meanwhile:
             self._computing.add(num_tokens, now - max(began_s, self._step_ended_s))

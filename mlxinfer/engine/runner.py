@@ -222,7 +222,7 @@ class Launched:
     stored_check: mx.array | None = None  # (T, 1) the same of all rows; None: those are all
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[Entry] = field(default_factory=list)  # read out before it
-    began_s: float = 0.0  # when its launch began
+    began_s: float = 0.0  # when it began to be planned
     ended_s: float = inf  # by when it had ended, where the step after it waited for that
     goes_on: bool = False  # on other ranks behind this one, from which nothing comes back
 

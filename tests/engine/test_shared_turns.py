@@ -1,6 +1,8 @@
 """Turns of the loop that tenants share, on a device that runs queued steps in simulated time."""
 
 import random
+from collections.abc import Sequence as Seq
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +12,36 @@ from engine.test_rows import HEAVY, LIGHT
 
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop as loop_module
+from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.loop import Loop
+from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.fair import Tenant
+
+
+class SlowProposer(Proposer):
+    """Works for some seconds before each step, and then proposes nothing."""
+
+    def __init__(self, device: SimulatedDevice, seconds: float) -> None:
+        self._device, self._seconds = device, seconds
+
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+        return 1 if self._seconds else 0
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
+        self._device.until(self._device.now_s + self._seconds)
+        return [Proposal([]) for _ in sequences]
 
 
 class Shared:
     """A loop whose heavy tenant always has so many answers; a light one comes now and then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_heavy: int, **device: float) -> None:
+        self.propose_s = device.pop("propose_s", 0.0)
         self.device, self.token_s = SimulatedDevice(10.0, **device), dict[str, list[float]]()
         sizes = config(prefill_chunk=MOST, prefill_slice_s=SLICE_S, max_batch=16)
         self.loop = Loop(tiny_model("qwen3-v4"), sizes, self.take)
         self.loop.runner = self.device  # type: ignore[assignment]
+        self.loop.scheduler._proposer = SlowProposer(self.device, self.propose_s)
         clock = SimpleNamespace(monotonic=lambda: self.device.now_s)
         monkeypatch.setattr(loop_module, "time", clock)
         self.num_heavy = num_heavy
@@ -65,3 +85,19 @@ def test_a_first_token_waits_for_one_running_step(
         while len(shared.token_s[name]) < 4:
             shared.turn()
     assert late <= 2, f"seed {seed}"  # of steps that try more rows
+
+
+@pytest.mark.parametrize("propose_s", [0.0, 0.1])
+def test_the_time_of_proposals_is_a_part_of_the_step(
+    propose_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a long prompt, gaps of an answer are within a slice."""
+    shared = Shared(monkeypatch, 0, propose_s=propose_s)
+    shared.add("light", 4, 3000, LIGHT)
+    for _ in range(8):
+        shared.turn()
+    shared.add("long", 3000, 1, LIGHT)
+    while not shared.token_s["long"]:
+        shared.turn()
+    gaps = sorted(late - early for early, late in pairwise(shared.token_s["light"]))
+    assert gaps[-4] <= 1.2 * SLICE_S

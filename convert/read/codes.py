@@ -14,15 +14,16 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError
-from ..arrays import Words, mx_dtype, unpack
+from ..arrays import mx_dtype, unpack
 from .source import MLXFormat, Packed, SourceTensor, TensorReader
 from .stored import E2M1, E4M3, FLOATS, Array, StoredArray, to_float32
 
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
 
-Triple = tuple[Words, Array, Array]
-"""Words (n, ..., words) uint32, scales and biases (n, ..., groups) float32."""
+Triple = tuple[Array, Array, Array]
+"""Words (n, ..., words) uint32 or codes (n, ..., in_dims) uint8, and scales and biases
+(n, ..., groups) float32."""
 
 
 def affine_format(bits: int, group_size: int) -> MLXFormat | None:
@@ -36,9 +37,9 @@ class AffineMatrix:
 
     info: SourceTensor
     parts: Sequence[StoredArray]
-    bits: int
     group_size: int  # of the source; that of MLX's format may be a divisor
-    triple: Callable[[slice], Triple]  # of a range of the first axis
+    words: Callable[[slice], Triple]  # of a range of the first axis, packed as MLX does
+    codes: Callable[[slice], Triple]  # the same with a byte for each code
 
     def reader(self, group_of: StoredArray | None = None) -> TensorReader:
         """Exact values, and codes where MLX has a format for them.
@@ -64,11 +65,11 @@ class AffineMatrix:
         )
 
         def values(rows: slice) -> mx.array:
-            words, scales, biases = self._checked(rows)
+            codes, scales, biases = self._checked(self.codes(rows))
             groups = group_of.view().astype(np.int64)
             if groups.min() < 0 or groups.max() >= scales.shape[1]:
                 raise group_of.fail(f"names a group that is not one of {scales.shape[1]}")
-            numbers = unpack(words, self.bits, info.shape[1]).astype(np.float32)
+            numbers = codes.astype(np.float32)
             numbers *= scales[:, groups]
             numbers += biases[:, groups]
             return mx.array(numbers)
@@ -76,8 +77,7 @@ class AffineMatrix:
         return TensorReader(info, (*self.parts, group_of), values)
 
     def _values(self, rows: slice) -> mx.array:
-        words, scales, biases = self._checked(rows)
-        codes = unpack(words, self.bits, self.info.shape[-1])
+        codes, scales, biases = self._checked(self.codes(rows))
         values = codes.reshape(*scales.shape, self.group_size).astype(np.float32)
         values *= scales[..., None]
         values += biases[..., None]
@@ -86,7 +86,7 @@ class AffineMatrix:
     def _packed(self, rows: slice) -> Packed:
         """Codes as they are; each scale is repeated where MLX's groups are smaller."""
         assert self.info.lossless is not None
-        words, scales, biases = self._checked(rows)
+        words, scales, biases = self._checked(self.words(rows))
         times = self.group_size // self.info.lossless.group_size
         if times > 1:
             scales, biases = (np.repeat(part, times, axis=-1) for part in (scales, biases))
@@ -96,19 +96,18 @@ class AffineMatrix:
         exact = all(bool(mx.array_equal(w, n.astype(mx.float32))) for w, n in pairs)
         return Packed(mx.array(words), *(narrow if exact else wide))
 
-    def _checked(self, rows: slice) -> Triple:
-        """triple(), all of it finite. Raises CheckpointError where one is not."""
-        words, scales, biases = self.triple(rows)
-        if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
+    def _checked(self, triple: Triple) -> Triple:
+        """Raise CheckpointError where a scale or a zero point is not finite."""
+        if not all(np.isfinite(part).all() for part in triple[1:]):
             raise CheckpointError(f"{self.info.name} has scales that are infinite or NaN.")
-        return words, scales, biases
+        return triple
 
 
 def affine_matrix(
     path: str,
     shape: tuple[int, ...],
     parts: Sequence[StoredArray],
-    triple: Callable[[slice], Triple],
+    words: Callable[[slice], Triple],
     form: MLXFormat,
     *,
     stored: str,
@@ -136,7 +135,12 @@ def affine_matrix(
         lossless=affine_format(form.bits, form.group_size),
         scales_dtype=dtype,
     )
-    return AffineMatrix(info, parts, form.bits, form.group_size, triple)
+
+    def codes(rows: slice) -> Triple:
+        packed, scales, biases = words(rows)
+        return unpack(packed, form.bits, shape[-1]), scales, biases
+
+    return AffineMatrix(info, parts, form.group_size, words, codes)
 
 
 def scale_values(octets: Array, form: MLXFormat) -> Array:

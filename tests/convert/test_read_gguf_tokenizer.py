@@ -453,7 +453,7 @@ def test_merges_follow_from_scores(words: list[str], data: st.DataObject) -> Non
     order = data.draw(st.permutations(range(len(tokens))))
     scores = [-float(place) for place in order]
     vocab = {token: index for index, token in enumerate(tokens)}
-    made = tokenizers.Tokenizer(models.BPE(vocab, merges_from_scores(tokens, scores)))
+    made = tokenizers.Tokenizer(models.BPE(vocab, merges_from_scores(tokens, np.array(scores))))
     text = data.draw(st.text("abc", max_size=12))
     assert made.encode(text).ids == pieces_of(text, tokens, scores, prefix=False)
 
@@ -483,4 +483,4 @@ def test_reading_a_large_vocabulary_is_reported_while_it_goes_on(tmp_path: Path)
 
 def test_a_long_piece_takes_no_time() -> None:
     tokens = ["a" * 100_000, "a", "aa"]
-    assert merges_from_scores(tokens, np.zeros(3).tolist()) == [("a", "a")]
+    assert merges_from_scores(tokens, np.zeros(3)) == [("a", "a")]

@@ -113,7 +113,9 @@ _VALUES = frozenset(
 
 
 def values_of(kind: str, label: str) -> Callable[[Array], Array]:
-    """The function that makes values (n, num_values) float32 of the blocks of a format.
+    """The function that makes rows of values (..., in_dims) float32 of rows of a format's bytes.
+
+    It takes 16 rows at a time, so rows of single blocks are slow.
 
     Raises:
         UnsupportedModelError: a format that is not read.
@@ -124,7 +126,7 @@ def values_of(kind: str, label: str) -> Callable[[Array], Array]:
             f"{label} is {kind}, which is not read; read are F32, F16, BF16, {read}. Use another "
             "file of this model."
         )
-    return lambda blocks: quants.dequantize(blocks, GGMLQuantizationType[kind])
+    return lambda rows: quants.dequantize(rows, GGMLQuantizationType[kind])
 
 
 # -- readers --------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def reader_of(place: GGUFTensor) -> TensorReader:
 
     def values(rows: slice) -> mx.array:
         """float32 values: no MLX format has groups of 16 integers, or such levels."""
-        numbers = place.values(decode(place.blocks(rows)), rows)
+        numbers = place.values(decode(place.rows(rows)), rows)
         if place.scale is not None:
             one = len(place.scale) == 1
             scale = place.scale if one else place.scale[rows].reshape(-1, 1, 1)
@@ -254,19 +256,22 @@ def _whole_numbers(place: GGUFTensor) -> TensorReader:
 
 
 def _affine(place: GGUFTensor, bits: int, decode: Callable[[Array], Decoded]) -> TensorReader:
-    def triple(rows: slice) -> Triple:
-        """Blocks taken apart, and codes packed in MLX's order."""
-        codes, scales, biases = decode(place.blocks(rows))
+    def codes(rows: slice) -> Triple:
+        """Blocks taken apart, in MLX's order."""
+        numbers, scales, biases = decode(place.blocks(rows))
         *middle, in_dims = place.shape[1:]
-        lead = (rows.stop - rows.start, *middle)
-        groups = (*lead, in_dims // 32)
+        groups = (rows.stop - rows.start, *middle, in_dims // 32)
         order = place.groups(32)
-        codes = codes.reshape(-1, in_dims // 32, 32)[:, order].reshape(-1, in_dims)
-        words = pack(codes, bits).reshape(*lead, -1)
-        return words, scales.reshape(groups)[..., order], biases.reshape(groups)[..., order]
+        numbers = numbers.reshape(*groups, 32)[..., order, :].reshape(*groups[:-1], in_dims)
+        return numbers, scales.reshape(groups)[..., order], biases.reshape(groups)[..., order]
+
+    def words(rows: slice) -> Triple:
+        unpacked, scales, biases = codes(rows)
+        packed = pack(unpacked.reshape(-1, place.shape[-1]), bits)
+        return packed.reshape(*unpacked.shape[:-1], -1), scales, biases
 
     info = place.info(affine_format(bits, 32))
-    return AffineMatrix(info, (place.array,), bits, 32, triple).reader()
+    return AffineMatrix(info, (place.array,), 32, words, codes).reader()
 
 
 def _mxfp4(place: GGUFTensor) -> TensorReader:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from ....errors import CheckpointError, UnsupportedModelError
@@ -260,16 +261,24 @@ def _byte_level(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pretokenizer.patterns)
     made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     made.decoder = decoders.ByteLevel()
-    return made, _merges(fields)
+    return made, _merges(fields, tokens)
 
 
-def _merges(fields: Fields) -> Merges:
+def _merges(fields: Fields, tokens: list[str]) -> Merges:
     merges = fields.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise CheckpointError(f"{fields.where} has no tokenizer.ggml.merges.")
     if not all(" " in merge for merge in merges):
         raise CheckpointError(f"tokenizer.ggml.merges in {fields.where} are not pairs of tokens.")
-    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    known = set(tokens)
+    for left, right in pairs:
+        if not (left in known and right in known and left + right in known):
+            raise CheckpointError(
+                f"The tokenizer in {fields.where} is broken: it merges {left[:40]!r} and "
+                f"{right[:40]!r}, which are no tokens, or make none."
+            )
+    return pairs
 
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer, Merges]:
@@ -284,7 +293,7 @@ def _sentence_pieces(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Toke
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), made.normalizer])
         steps.append(decoders.Strip(" ", 1, 0))
     made.decoder = decoders.Sequence(steps)
-    return made, _merges(fields) if merged else _merges_from_scores(fields, tokens)
+    return made, _merges(fields, tokens) if merged else _merges_from_scores(fields, tokens)
 
 
 def _word_pieces(fields: Fields, tokens: list[str], kinds: Any) -> tuple[Any, list[str]]:
@@ -310,22 +319,25 @@ def _merges_from_scores(fields: Fields, tokens: list[str]) -> Merges:
     scores = fields.get("tokenizer.ggml.scores")
     if scores is None:
         raise CheckpointError(f"{fields.where} has no tokenizer.ggml.scores.")
-    return merges_from_scores(tokens, scores.tolist())
+    return merges_from_scores(tokens, scores)
 
 
-def merges_from_scores(tokens: list[str], scores: list[float]) -> Merges:
+def merges_from_scores(tokens: list[str], scores: NDArray[np.floating]) -> Merges:
     """The merges of a SentencePiece BPE model, in the order in which they are tried."""
     ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
-    candidates: list[
-        tuple[float, int, int, int, int]
-    ] = []  # with the token's id, and where it is cut
-    for token, index in ids.items():
-        for cut in range(1, len(token) if len(token) <= MAX_PIECE else 1):
-            left = ids.get(token[:cut])
-            if left is not None and (right := ids.get(token[cut:])) is not None:
-                candidates.append((-scores[index], left, right, index, cut))
-    candidates.sort()
-    return [(tokens[index][:cut], tokens[index][cut:]) for *_, index, cut in candidates]
+    merges: list[int] = []  # ids of each: of the token that it makes, and of both parts
+    starts: list[str] = []  # tokens that a token begins with, which stand before it when sorted
+    for token in sorted(token for token in ids if 0 < len(token) <= MAX_PIECE):
+        while starts and not token.startswith(starts[-1]):
+            starts.pop()
+        for start in starts:
+            if (rest := ids.get(token[len(start) :])) is not None:
+                merges += ids[token], ids[start], rest
+        starts.append(token)
+    made, left, right = np.array(merges, np.int64).reshape(-1, 3).T
+    order = np.lexsort((right, left, -scores[made].astype(float)))
+    pairs = zip(left[order].tolist(), right[order].tolist(), strict=True)
+    return [(tokens[first], tokens[second]) for first, second in pairs]
 
 
 def token_id(fields: Fields, name: str, tokens: list[str]) -> int | None:
@@ -415,12 +427,6 @@ def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
     else:
         made, merges = (_byte_level if by_bytes else _sentence_pieces)(fields, tokens)
     vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts
-    for left, right in merges:
-        if not (left in vocab and right in vocab and left + right in vocab):
-            raise CheckpointError(
-                f"The tokenizer in {fields.where} is broken: it merges {left[:40]!r} and "
-                f"{right[:40]!r}, which are no tokens, or make none."
-            )
     usual = pretokenizer_of(fields) if by_bytes else _LLAMA
     if _kind(fields) == BERT:
         usual = Pretokenizer((), adds_bos=True, adds_sep=True)

@@ -97,7 +97,7 @@ def test_few_rows_are_filled_up(rows: int, in_dims: int) -> None:
     item = rows_at_once(rows, in_dims)
     filled = -(-rows // item) * item
     assert filled - rows < 64 * (filled // item)
-    assert item <= 1984
+    assert item <= 2112
     assert item * in_dims <= MAX_BLOCK or item <= 128
 
 

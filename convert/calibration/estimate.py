@@ -1,7 +1,7 @@
-"""How long a calibrated conversion takes here, from products and roundings of some random rows.
+"""How long a calibrated conversion takes here, from products, roundings and reads of some rows.
 
-The timed matrices have the sizes of the model's matrices, and random values. Reading the model's
-own weights would cost more memory than the rest of the plan: a whole layer in float32.
+The matrices that are multiplied and rounded have the sizes of the model's, and random values:
+the model's own would cost more memory than the rest of the plan, a whole layer in float32.
 """
 
 import time
@@ -19,7 +19,8 @@ from ..recipes import ConversionOptions, affine, fitting
 from .stream import StreamedModel
 from .texts import CALIBRATION_LENGTH, SEQUENCES, checked_positions
 
-BASE_S = 2.0  # of opening, the tokenizer, and the report
+BASE_S = 2.0  # of opening, and the report
+TOKEN_S = 2e-5  # of a token of the vocabulary, for the tokenizer is written, read and tried
 RUNS = 3
 ENOUGH_S = 1.0  # after which a run is not repeated
 LEAST_S = 0.1  # that products take together, to be measured well
@@ -65,6 +66,9 @@ def estimated_seconds(
     seconds += _moments_s(arranged, [*matrices, streamed.head], budget.inputs, text)
     largest = max(matrices, key=lambda output: output.num_weights)
     seconds += _rounding_s(largest.shape, plan, options, budget, arranged.source.dtype)
+    reads = 2 + options.check_tensors + comparing  # the source, to run it; the output, to run it
+    seconds += reads * plan.num_weights * _reading_s(arranged, largest, budget.block)
+    seconds += config.vocab_size * TOKEN_S
     return BASE_S + seconds + 60 * (options.learn_minutes or 0)
 
 
@@ -110,6 +114,17 @@ def _moments_s(
         seconds += product * text * experts * _active(arranged, output) * width * together
         seconds += inversion * experts * width * together**2
     return seconds
+
+
+def _reading_s(arranged: ArrangedSource, output: OutputTensor, block: int) -> float:
+    """Seconds of reading a number of a matrix, from its first `block` numbers."""
+
+    def first() -> mx.array:
+        values = next(arranged.blocks(output, block))
+        mx.eval(values)
+        return values
+
+    return _timed(first) / first().size
 
 
 def _rounding_s(

@@ -6,8 +6,8 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from benchmarks.blas import preload_openblas
 
 preload_openblas()
+os.environ["MLX_DISABLE_COMPILE"] = "1"  # else mlx-lm's functions start a compiler for each shape
 os.environ["MLXINFER_SERVER"] = "off"  # commands ask no server that runs on this machine
 os.environ["MLXINFER_HISTORY"] = "off"  # tests write to no user's history
 os.environ["MLXINFER_SERVE_STORE"] = "false"  # ... or to the stored responses
@@ -95,23 +96,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of tests alike a third runs, or all where a file is named; workers inherit it."""
+    """Of a test's cases alike an eighth runs, or all where a file is named; workers inherit it."""
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    os.environ.setdefault("MLXINFER_ALIKE", "3" if everything else "1")
+    os.environ.setdefault("MLXINFER_ALIKE", "8" if everything else "1")
 
 
-def is_drawn(item: pytest.Item) -> bool:
-    """Whether a test runs in this run: of tests marked `alike`, one in MLXINFER_ALIKE does."""
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases that this run leaves out: of those marked `alike`, each test keeps one in so many."""
     among = int(os.environ["MLXINFER_ALIKE"])
-    is_alike = item.get_closest_marker("alike") is not None
-    return not is_alike or zlib.crc32(f"{ORDER} {item.nodeid}".encode()) % among == 0
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("alike"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    drawn = random.Random(ORDER)
+    return {
+        item
+        for alike in cases.values()
+        for item in drawn.sample(alike, len(alike) - -(-len(alike) // among))
+    }
 
 
+@pytest.hookimpl(trylast=True)  # behind `-m`, which leaves out cases too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files come first, the longest before them; else the files are shuffled."""
-    left_out = [item for item in items if not is_drawn(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if is_drawn(item)]
+    not_drawn = left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in not_drawn])
+    items[:] = [item for item in items if item not in not_drawn]
     files = sorted({item.path for item in items})
     random.Random(ORDER).shuffle(files)
     place = {path: number for number, path in enumerate(files)}
@@ -146,6 +156,14 @@ def small_demo(
     with pytest.MonkeyPatch.context() as patch:
         for module in (hub, hub.cache):
             patch.setattr(module, "ASSETS", assets)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests make by `tempfile` goes when pytest's own folders do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.getbasetemp()))
         yield
 
 

@@ -100,6 +100,7 @@ def test_training_labels_shapes_and_words_without_a_name() -> None:
     assert all(covers.sum(0)[-2:] > 0)
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", questions.KINDS)
 def test_most_held_out_drawings_are_answered_rightly(demo: LLM, kind: str) -> None:

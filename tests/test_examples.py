@@ -27,6 +27,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
 PROGRESS = re.compile(r"\w+ \d+%, ")  # what a command says where it takes longer
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "example",
     [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in EXAMPLES],

@@ -33,6 +33,7 @@ def last_token_again(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("functions", "values"),
     [
@@ -53,6 +54,7 @@ def test_functions_of_mlx_lm_choose_what_our_own_parts_do(
         assert [r.token_ids for r in theirs] == [r.token_ids for r in ours]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_are_the_same_alone_and_beside_others(llm: LLM, temperature: float) -> None:
     params = MANY.changed({"temperature": temperature, "seed": 3})
@@ -130,6 +132,7 @@ def test_a_grammar_and_end_tokens_hold_whatever_functions_want(llm: LLM) -> None
     assert len(short.token_ids) == 8
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -219,6 +219,7 @@ def test_a_magic_asks_the_notebooks_model(outputs: dict[str, Any]) -> None:
     assert longer > shorter + 12
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("cell", "kind", "words"),
     [

@@ -54,6 +54,7 @@ def hostile(pattern: re.Pattern[str], rng: random.Random) -> Iterator[str]:
         yield rng.choice(["data:", "$", "(", "[", "https://", "\\", ""]) + body + "\0"
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", PATTERNS)
 def test_no_text_keeps_a_pattern_busy(name: str) -> None:
     pattern, rng = PATTERNS[name], random.Random(SEED)

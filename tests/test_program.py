@@ -275,6 +275,7 @@ def random_program(llm: LLM, draw: random.Random) -> None:
             ] == wanted
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "number", every(2, [pytest.param(n, marks=pytest.mark.ci if n > 3 else ()) for n in range(12)])
 )

@@ -88,6 +88,7 @@ def changed(actual: np.ndarray, plain: np.ndarray) -> dict[str, float]:
     return compared([LONG["prompt"]], [plain], [actual])
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("text", "ids"), EXPECTED["spellings"])
 def test_the_tokenizer_made_of_the_file_is_the_published_one(
     plain: LLM, text: str, ids: list[int]
@@ -96,6 +97,7 @@ def test_the_tokenizer_made_of_the_file_is_the_published_one(
     assert plain.tokenizer.decode(ids) == text.replace("\u2581", " ")
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
 def test_logits_are_those_of_transformers(plain: LLM, answer: dict[str, Any]) -> None:
     logits = plain.logits(answer["prompt"])[-1]
@@ -110,6 +112,7 @@ def test_greedy_tokens_of_streams_at_once_are_those_of_transformers(plain: LLM) 
     assert greedy(plain, PROMPTS[:1]) == wanted[:1]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("place", LONG["places"])
 def test_a_prompt_longer_than_the_window_gives_the_logits_of_transformers(
     long_logits: np.ndarray, place: str

@@ -1,7 +1,6 @@
 """The page on training, command by command, on a tiny model."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -48,7 +47,6 @@ def answer(command: list[str], folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=folder,
-        env=os.environ | {"MLX_DISABLE_COMPILE": "1"},  # else a compiler runs for each shape
         capture_output=True,
         text=True,
         timeout=300,

@@ -31,7 +31,7 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "soak": "--minutes 0.1 --clients 3",
     "speculate": "--small",
 }
-LONGEST = ("speculate", "memory", "load", "soak", "fair")
+LONGEST = ("speculate", "memory", "load", "soak", "fair", "gpu")
 
 
 def bench(*arguments: str) -> str:

@@ -181,6 +181,7 @@ def test_equals_attention_over_expanded_keys(steps: list[list[int]], which: int,
         world.step(step)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("which", range(5))
 def test_long_contexts_keep_the_answers_of_dense_attention(which: int) -> None:
     world = World(OPTIONS[which], seed=7)

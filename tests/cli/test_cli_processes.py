@@ -130,6 +130,7 @@ def test_ctrl_c_prints_what_came(model: str) -> None:
     assert json.loads(out)["finish_reason"] == "abort"
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("gap_s", [0.0, 0.0005, 0.002])
 def test_ctrl_c_twice_aborts_nothing(model: str, gap_s: float) -> None:
     """A process that ends while the engine's thread is inside MLX is taken down by SIGABRT."""

@@ -265,6 +265,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_killed_command_leaves_whole_files(
     name: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -205,6 +205,7 @@ def test_figures_and_the_line_where_they_are_missing(
     assert "conversion.svg" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("recipe", ["2bit-g32", "4bit-g32", "mxfp4", "nvfp4", "bf16"])
 def test_what_a_format_can_reach_passes_and_a_broken_model_does_not(
     recipe: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ def fill_disk_after(monkeypatch, writes: int) -> None:
     monkeypatch.setattr(os, "pwrite", full)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("writes", [0, 1, 10, 40])
 def test_a_full_disk_costs_nothing_that_is_written(
     source: Path, tmp_path: Path, monkeypatch, writes: int

@@ -169,6 +169,7 @@ def test_a_format_that_is_asked_for_is_copied_and_others_are_not(tmp_path: Path)
     assert by_name["model.layers.1.mlp.gate_proj.weight"] == "5bit-g32"
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("recipe", ["keep", "bf16", "mxfp4"])
 def test_mlx_checkpoints_are_sources_too(tmp_path: Path, recipe: str) -> None:
     source = write_source(tmp_path / "plain", "qwen3_moe-v4")
@@ -197,6 +198,7 @@ def test_exceptions_that_a_config_leaves_out_are_refused_by_name(
         convert(tmp_path / "four", tmp_path / "out", "keep")
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["deepseek_v3-v4", "granitemoehybrid-v4", "gemma4_e-v4"])
 def test_quantised_families_with_odd_widths_are_converted_again(tmp_path: Path, case: str) -> None:
     four = tiny_checkpoint(tmp_path / "four", case, quantize={"group_size": 32, "bits": 4})

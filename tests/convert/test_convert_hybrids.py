@@ -92,6 +92,7 @@ def ahead(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     return renamed | {"mtp.fc.weight": mx.ones((64, 128)), "mtp.norm.weight": mx.ones((64,))}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["qwen3_5_text-v4", "qwen3_5_moe_text-v4"])
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_what_predicts_further_ahead_is_kept_and_named(
@@ -157,6 +158,7 @@ def test_experts_of_gemma_4_are_quantised_as_other_matrices(tmp_path: Path) -> N
     assert target.bits_per_weight <= 6.0
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", MTP_CASES)
 @pytest.mark.parametrize("recipe", ["bf16", "8bit"])
 def test_a_kept_head_predicts_as_that_of_the_source(case: str, recipe: str, tmp_path: Path) -> None:

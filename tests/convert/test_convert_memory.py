@@ -77,6 +77,7 @@ def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> N
     assert read == []
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "options",
@@ -96,6 +97,7 @@ def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> Non
     assert peaks(folder, *options)[0] <= ALLOWED + layer
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "options",

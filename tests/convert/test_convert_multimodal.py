@@ -64,6 +64,7 @@ def multimodal(folder: Path, outer: str, *, stacked: bool = True) -> Path:
     return source
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("outer", CASES)
 def test_a_multimodal_source_becomes_its_language_model(outer: str, tmp_path: Path) -> None:
     source = multimodal(tmp_path / "source", outer)
@@ -79,6 +80,7 @@ def test_a_multimodal_source_becomes_its_language_model(outer: str, tmp_path: Pa
 AGREE = {"qwen3_5": (8, 0.2), "qwen3_5_moe": (8, 0.2), "llama4": (1, 2e-4)}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("outer", [c for c in CASES if c != "gemma3n"])  # wants unused K and V
 def test_mlx_lm_reads_the_quantised_language_model(outer: str, tmp_path: Path) -> None:
     source = multimodal(tmp_path / "source", outer)

@@ -81,6 +81,7 @@ OF_NEMOTRON = {"attention_bias": False, "mamba_proj_bias": False, "conv_kernel":
 OF_GPT_OSS = {"swiglu_limit": 7.0}  # as published: mlx-lm knows no other
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "changes"),
     every(
@@ -156,6 +157,7 @@ SOFTCAP = {"final_logit_softcapping": None}  # which mlx-lm does not know
 INNER = "language_model."
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "changes", "inner"),
     every(
@@ -189,6 +191,7 @@ _ALL_HEADS = {"num_key_value_heads": 4}
 _ASSUMED = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "assumed"),
     every(

@@ -36,6 +36,7 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", ALL_PICTURE_CASES)
 def test_a_dense_conversion_is_the_same_model(name: str, tmp_path: Path) -> None:
     source = seeing(tmp_path / "source", name)
@@ -104,6 +105,7 @@ def test_a_broken_tower_is_found_before_the_work(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", "4bit-g32")
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", BY_MLX_LM)
 def test_mlx_lm_reads_the_language_model(name: str, tmp_path: Path) -> None:
     source = seeing(tmp_path / "source", name)

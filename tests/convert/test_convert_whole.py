@@ -25,6 +25,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.alike
 def test_they_convert_by_default(source: Path, tmp_path: Path) -> None:
     report = convert_model(source, tmp_path / "out", recipe="8bit")
     assert report.passed

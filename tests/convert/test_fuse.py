@@ -44,6 +44,7 @@ def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
     return np.concatenate(harness.drain()["a"].logits)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "quantized"),
     [("qwen3-v4", True), ("qwen3_moe-v4", True), ("cohere2-v4", False), ("deepseek_v3-v4", True)],

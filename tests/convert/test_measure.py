@@ -141,6 +141,7 @@ def kl(reference: np.ndarray, other: np.ndarray) -> float:
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj", "lm_head", "embed_tokens"])
 def test_costs_are_what_quantising_one_unit_does(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -192,6 +192,7 @@ def test_code_is_never_carried_along(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("pattern", "path", "expected"),
     [

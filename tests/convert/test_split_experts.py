@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("case", "recipe"), every(2, CASES))
 def test_the_same_model_with_one_read_for_an_expert_and_back(
     case: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.kv"))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "bits"), [("qwen3-v4", 8), ("gemma3_text-v4", None), ("gpt_oss-v4", None)]
 )
@@ -102,6 +103,7 @@ def test_a_restart_finds_cached_prefixes(case: str, tmp_path: Path) -> None:
     assert (num_computed, outcome.cached_tokens) == (110 - 80, 80)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["deepseek_v4-v4", *CASES, "qwen3_next-v4"])
 def test_pages_in_memory_hide_none_on_the_disk(case: str, tmp_path: Path) -> None:
     """The next turn brings the last pages of a window; the turn before needs earlier ones."""

@@ -87,6 +87,7 @@ def test_a_stopped_step_is_tried_again_at_half_its_size(message: str, timed: boo
     assert harness.loop.stats()["step_failures"] == 1
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("step", [1, 3, 6, 9])
 def test_all_requests_of_a_stopped_step_go_on(step: int) -> None:
     """In a step of prompts, of answers or of both; with the tokens that they would have."""

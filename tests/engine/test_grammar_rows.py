@@ -59,6 +59,7 @@ def test_a_bias_does_not_lift_what_the_grammar_forbids() -> None:
     assert len(outcome.token_ids) == 30
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("grammar", "stop_ids", "words"),
     [

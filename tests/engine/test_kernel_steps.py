@@ -80,6 +80,7 @@ def choose_all(seen: set[str]) -> Chooser:
     return choose
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("case", "kv", "bits"),

@@ -127,6 +127,7 @@ def moves(harness: Harness, turns: int = 60) -> int:
     return moved
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "changes"),
     every(

@@ -91,6 +91,7 @@ def asked(harness: Harness) -> list[Outcome]:
     return list(harness.drain().values())
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("file", "since", "value"),

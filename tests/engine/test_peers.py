@@ -147,6 +147,7 @@ def plain(case: str, ids: list[int], **kv: Any) -> list[int]:
     return alone(model_of(case), ids, FEW, **kv).token_ids
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", every(2, CASES))
 def test_a_prompt_that_a_peer_has_is_not_computed(case: str) -> None:
     ids = prompt(140)
@@ -192,6 +193,7 @@ def test_what_is_sent_is_hardly_more_than_the_pages() -> None:
 # -- prompts that another computes ----------------------------------------------------------------
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", every(2, CASES))
 def test_a_prompt_is_computed_elsewhere(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 20.0)

@@ -89,6 +89,7 @@ def turns(name: str) -> Iterator[Turn]:
             ids += said["answer"]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", SETTINGS)
 def test_turns_are_answered_one_after_the_other(name: str) -> None:
     harness, cached = Harness(seeing(name)[0], prefill_chunk=256), {}
@@ -101,6 +102,7 @@ def test_turns_are_answered_one_after_the_other(name: str) -> None:
         assert cached["between 1"] >= 16, "the second turn goes on from the first"
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", SETTINGS)
 def test_turns_are_answered_all_at_once(name: str) -> None:
     model, processor = seeing(name)

@@ -164,6 +164,7 @@ def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
     assert harness.loop.stats()["pictures"]["seen"] == 2
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["hybrid qwen3-v4", "qwen3_5_text-v5", "lfm2-v4"])
 def test_another_question_after_a_picture_goes_on_from_the_end_of_its_turn(case: str) -> None:
     """Recurrent layers have a snapshot there: they see a picture as any other tokens."""
@@ -432,6 +433,7 @@ def test_features_that_were_used_last_stay() -> None:
         harness.add("large", large[0], GREEDY, pictures=large[1])
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("fixed", [None, 8, 16, 48])
 def test_a_span_is_cut_by_no_chunk_and_by_no_prefix(fixed: int | None) -> None:
     """A step grows for a span; else it has the tokens that were asked for."""

@@ -217,6 +217,7 @@ def test_a_request_knows_where_its_reuse_ended(tmp_path: Path) -> None:
     assert reuse_of(ids) == Reuse(96, ("disk",) * 6, None, ReuseEnd.COMPLETE, PAGE)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("name", "end"),
     [

@@ -52,6 +52,7 @@ def save(harness: Harness, sessions: SavedSessions) -> SavedSession:
     return saved
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("bits", every(2, [None, 8]))
 @pytest.mark.parametrize("case", CASES)
 def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_logits_are_bit_for_bit_the_resident_ones(
     assert (logits_of(model, ids) == logits_of(resident, ids)).all()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("bits", [None, 4])
 def test_numbers_are_rounded_as_in_the_resident_model(

@@ -132,6 +132,7 @@ def test_with_one_slot_tenants_take_turns_of_a_slice() -> None:
     assert abs(heavy.num_answered - 20 - light.num_answered) <= SLICE
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("weight", [1, 2, 4])
 def test_prompts_share_steps_by_weight(weight: float) -> None:
     """Two tenants with prompts for ever: their tokens differ by a slice and a chunk at most."""
@@ -166,6 +167,7 @@ def test_one_tenant_is_served_as_without_tenants() -> None:
     assert steps(Tenant()) == steps(Tenant("one", 3.0))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(5))
 def test_priority_orders_the_requests_of_one_tenant_and_starves_none(seed: int) -> None:
     """Of those that wait the lowest begins; the oldest one is passed three times at most.
@@ -296,6 +298,7 @@ def test_a_tenant_alone_takes_the_pages_of_one_that_left() -> None:
     assert_only_cached(scheduler)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(5))
 def test_tenants_with_work_differ_by_a_slice_in_random_programs(seed: int) -> None:
     """Each time in which two tenants both wait: their work for their weight, from any turn on.

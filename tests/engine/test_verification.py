@@ -114,6 +114,7 @@ def test_what_a_grammar_forbids_is_not_even_verified() -> None:
     assert counters.tokens_proposed == counters.tokens_accepted == 4 + (40 - 6 - 5)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("at", [3, 9, 10])
 def test_a_dead_end_after_accepted_proposals_is_reported_where_the_plain_run_does(at: int) -> None:
     """The grammar allows nothing after some tokens, and a step looks beyond them before that."""

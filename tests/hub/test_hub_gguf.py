@@ -45,6 +45,7 @@ def downloaded(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("wanted", "files"),
     [

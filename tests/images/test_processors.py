@@ -105,6 +105,7 @@ def test_the_verdict_on_all_pixels_is_that_they_are_equal() -> None:
         assert value["mean_share_of_levels_more_than_1_apart"] < SHARE_OF_TORCHVISION
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(2, FAMILIES))
 def test_no_size_is_refused_and_no_limit_exceeded(name: str) -> None:
     processor, draw = FAMILIES[name].processor, random.Random(1)

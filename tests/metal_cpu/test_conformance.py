@@ -75,6 +75,7 @@ def test_attention_in_tiles(call: Attention) -> None:
     check(steel_attention(call), call)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("bits", "fast", "dtype"), [
     (4, True, F16), (8, True, F32), (3, True, F16), (2, False, F16), (6, False, BF16),
 ])  # fmt: skip

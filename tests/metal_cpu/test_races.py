@@ -43,6 +43,7 @@ BODIES = {
 }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", BODIES)
 def test_races_of_a_kernel_are_reported(name: str, seed: int) -> None:

@@ -27,6 +27,7 @@ SCENES = {
 }
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(2, SCENES))
 def test_same_as_the_twin(name: str) -> None:

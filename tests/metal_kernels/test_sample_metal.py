@@ -252,6 +252,7 @@ def test_a_large_vocabulary_is_read_three_times() -> None:
     assert traffic.num_loads * 8 == traffic.requested_bytes
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("right", "wrong"),

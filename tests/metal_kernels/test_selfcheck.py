@@ -75,6 +75,7 @@ def test_without_metal_nothing_is_run(tmp_path: Path, caplog: pytest.LogCaptureF
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
@@ -114,6 +115,7 @@ def test_a_crash_is_remembered(tmp_path: Path) -> None:
     assert set(device.launched) == {"sample"}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", NOT_ITS_OWN)
 def test_an_error_of_others_is_not_remembered(name: str, tmp_path: Path) -> None:
     """A GPU that ignores the process after another kernel's faults says nothing of this one."""
@@ -161,6 +163,7 @@ def test_again_checks_what_was_checked(tmp_path: Path) -> None:
     assert statuses(tmp_path)[BITMASK] == OK
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"verdicts": 1}', '{"verdicts": {"a": {"status": "odd"}}}', "\xff"]
 )
@@ -201,6 +204,7 @@ def test_a_check_under_way_elsewhere_is_waited_for(tmp_path: Path) -> None:
     assert collected == [{BITMASK: OK, SAMPLE: OK}]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("mlx_s", "used"), [(1.04e-5, False), (1.06e-5, True), (5e-6, False)])
 def test_a_kernel_is_used_where_it_is_faster_than_mlx(
     mlx_s: float, used: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -402,6 +406,7 @@ PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
 MISTAKES = {name: Mistake(*fields) for name, fields in TABLES["mistakes"].items()}
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(9, MISTAKES))
 def test_self_checks_refuse(name: str) -> None:

@@ -88,6 +88,7 @@ def test_it_runs_batched_with_a_prefix_cache_and_speculation(folders):
     assert tokens_of(folders[0], "ngram") == expected
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("key", "value"), [("schema_version", 3), ("tensor_namespace", "x"), ("modules", [])]
 )

@@ -102,6 +102,7 @@ def test_stacks_of_experts_with_inputs_first(tmp_path: Path) -> None:
     assert (actual == logits(loaded(tmp_path / "plain", config, tensors))).all()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_gives_the_same_model(case: str, tmp_path: Path) -> None:
     config, tensors = tiny_config(case), tensors_of(case)

@@ -104,6 +104,7 @@ def test_each_byte_is_read_once_and_none_by_a_model_that_is_placed_nowhere(
     assert model.num_bytes * 0.9 <= reads.total <= data_bytes(folder)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path):

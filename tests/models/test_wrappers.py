@@ -65,6 +65,7 @@ def test_the_older_spelling_is_of_the_same_model(outer):
     assert normalise({**config, "text_config": text}) == normalise(config)
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 @pytest.mark.parametrize("outer", CASES)
 def test_quantised_folders_of_mlx_vlm_have_the_numbers_that_their_codes_stand_for(tmp_path, outer):

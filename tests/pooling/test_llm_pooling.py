@@ -270,6 +270,7 @@ def test_a_converted_model_keeps_its_modules(tmp_path):
         np.testing.assert_allclose(llm.embed(ids), expected, atol=0.05)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", ["bert-scores", "xlm-roberta-scores", "qwen3-scores"])
 def test_a_converted_reranker_keeps_its_head(name, tmp_path):
     source = pooling_folder(tmp_path / "source", name)

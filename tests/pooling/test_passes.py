@@ -85,6 +85,7 @@ def alone(model: PoolingModel, item: TokenRow) -> np.ndarray:
     return watched.events["a"].pooled[0]
 
 
+@pytest.mark.alike
 def test_any_program_of_requests_gives_what_each_row_gives_alone(model):
     """Requests that come, are aborted and wait, in passes of any size; some rows are long."""
     for seed in range(SEEDS):

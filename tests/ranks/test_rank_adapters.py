@@ -71,6 +71,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
     assert (actual.argmax(-1) == expected.argmax(-1)).all()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("size", [2, 4] if ALL else [2])
 @pytest.mark.parametrize("case", EVERY if ALL else SOME)
 def test_parts_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -> None:

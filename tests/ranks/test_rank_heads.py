@@ -62,6 +62,7 @@ def whole(kind: str) -> Model:
     return load(folders(kind)[0])
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_answers_are_those_of_one_rank(

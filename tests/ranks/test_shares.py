@@ -149,6 +149,7 @@ def test_stages_give_the_logits_of_the_whole_model(case, size, tmp_path):
     assert 0.95 * stored <= results[0][2].all_bytes <= stored
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("case", "size"), [("lfm2-v4", 2), ("lfm2-v4", 4), ("gemma3n_text-v5", 3), ("gemma4_e-v4", 2)]
 )

@@ -94,6 +94,7 @@ def logits_of(seed: int, size: int = VOCAB) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 1.5, size).astype(np.float32)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(2, SETTINGS))
 def test_tokens_have_the_models_distribution_whatever_is_proposed(name: str) -> None:
     target = logits_of(1)

@@ -114,6 +114,7 @@ async def beside(server: Flooded, kind: str) -> tuple[list[int | None], "Counter
     return light, heavy
 
 
+@pytest.mark.alike
 @pytest.mark.ci  # 30 seconds together
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_request_begins_at_once_beside_any_flood(server: Flooded, kind: str) -> None:

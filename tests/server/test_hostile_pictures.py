@@ -91,6 +91,7 @@ def wait_for_decoders(server: psutil.Process) -> None:
     wait_until(lambda: decoders(server), 300, pause_s=0.02)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_text_does_not_wait_for_pictures(name: str, serving: tuple[Process, str]) -> None:
     process, url = serving

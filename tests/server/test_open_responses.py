@@ -99,6 +99,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("stream", every(2, [False, True]))
 @pytest.mark.parametrize("case", every(2, CASES))
 def test_messages_are_answered(keeping: LiveServer, case: str, stream: bool) -> None:

@@ -133,6 +133,7 @@ def test_timings_are_there_on_request(server: LiveServer) -> None:
     assert "timings" not in plain
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion", "/infill"])
 @pytest.mark.ci
 def test_a_stream_says_how_far_its_prompt_is(

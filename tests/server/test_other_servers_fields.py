@@ -91,6 +91,7 @@ def test_max_tokens_beyond_the_context_is_the_context(scripted: ScriptedServer, 
 HI: Any = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
 def test_a_base_url_may_end_as_it_likes(server: LiveServer, path: str) -> None:
     given: Any = {"base_url": server.url + path, "api_key": "none", "max_retries": 0}

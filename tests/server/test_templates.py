@@ -55,6 +55,7 @@ BAD = {
 }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_template_ends_with_an_error_that_names_it(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -70,6 +70,7 @@ def test_logits_are_those_of_transformers(seeing: tuple[str, LLM]) -> None:
         assert np.abs(logits - expected).max() <= 1e-4 * expected.std(), title
 
 
+@pytest.mark.alike
 def test_answers_in_chunks_and_behind_a_prefix_are_those_of_the_plain_run(
     seeing: tuple[str, LLM],
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_time_between_frames_counts(seeing: tuple[str, LLM]) -> None:
     assert said[0] != said[1]
 
 
+@pytest.mark.alike
 def test_videos_argument_puts_frames_before_the_text(seeing: tuple[str, LLM]) -> None:
     _, llm = seeing
     frames = CLIPS["exact"].part["frames"]

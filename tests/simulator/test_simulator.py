@@ -143,6 +143,7 @@ def test_mutants_of_states_are_found(
         run_all(0, 150, proposes=True, recurrent=True)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [

@@ -52,6 +52,7 @@ def test_where_speculation_loses_nothing_is_proposed(machine: Machine) -> None:
     assert run.rate >= 0.97 * plain
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("machine", GAINING, ids=names)
 def test_elsewhere_nine_tenths_of_the_best_fixed_depth(machine: Machine) -> None:
     for acceptance in (machine.acceptance - 0.15, 0.9):

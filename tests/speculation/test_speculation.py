@@ -79,6 +79,7 @@ def test_stats_count_by_source_and_by_position() -> None:
     assert sorted(stats["accepted_at"], reverse=True) == stats["accepted_at"]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("where", ["outlook", "propose", "take"])
 def test_a_source_that_fails_is_switched_off_for_the_request(
     where: str, caplog: pytest.LogCaptureFixture

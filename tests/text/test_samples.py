@@ -18,6 +18,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_stopped(source, monkeypatch):
     monkeypatch.setattr(samples._process, "max_seconds", 1.0)

@@ -63,6 +63,7 @@ def tables(**keys: str) -> ApiKeys:
     return ApiKeys().with_named({name: {"key": key} for name, key in keys.items()}, "keys.toml")
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("before", "first", "after", "own", "others"),
     [

@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -240,10 +241,10 @@ def test_tools_of_anthropics_schemas_are_called(
 
 
 def test_errors_have_the_librarys_classes(demo: anthropic.Anthropic) -> None:
-    for ask_for in (lambda: ask(demo, model="claude"), lambda: demo.models.retrieve("no/such")):
+    for ask_for in (partial(ask, demo, model="claude"), partial(demo.models.retrieve, "no/such")):
         with pytest.raises(anthropic.NotFoundError) as caught:
             ask_for()
-        assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        assert caught.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError):
         ask(demo, max_tokens=0)
 

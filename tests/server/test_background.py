@@ -103,7 +103,7 @@ def test_a_cancelled_response_keeps_its_text(client: openai.OpenAI, keeping: Liv
         pass
     cancelled = client.responses.cancel(response_id)
     strictly(Response, cancelled)
-    assert (cancelled.status, cancelled.output[0].status) == ("cancelled", "incomplete")  # type: ignore[union-attr]
+    assert (cancelled.status, cancelled.output[0].status) == ("cancelled", "incomplete")
     wait_until(keeping.is_idle)
     assert [event.type for event in events][-1] == "response.output_item.done"
     response = client.responses.retrieve(response_id)

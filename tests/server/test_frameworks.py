@@ -89,7 +89,7 @@ def test_pydantic_ai_calls_tools_and_gets_its_type(server: ScriptedServer) -> No
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             model = OpenAIChatModel("demo", provider=OpenAIProvider(openai_client=client))
             agent = Agent(model, tools=[get_weather])
-            return (await agent.run("How is the weather in Zürich?")).output
+            return str((await agent.run("How is the weather in Zürich?")).output)
 
     with Turns(server, CALL, "It rains.") as turns:
         assert asyncio.run(run()) == "It rains."

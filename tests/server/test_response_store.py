@@ -77,11 +77,11 @@ def test_retrieve_list_and_delete(keeping: ScriptedServer, client: openai.OpenAI
     assert response.output_text == "Yes."
     assert response.usage == second.usage
     items = client.responses.input_items.list(second.id, order="asc")
-    assert [item.content[0].text for item in items.data] == ["One", "Yes.", "Two"]  # type: ignore[union-attr, index]
+    assert [item.content[0].text for item in items.data] == ["One", "Yes.", "Two"]
     newest = client.responses.input_items.list(second.id, limit=1)
-    assert newest.data[0].content[0].text == "Two"  # type: ignore[union-attr, index]
+    assert newest.data[0].content[0].text == "Two"
     assert newest.has_more
-    after = client.responses.input_items.list(second.id, after=newest.last_id)  # type: ignore[attr-defined]
+    after = client.responses.input_items.list(second.id, after=newest.last_id)
     assert len(after.data) == 2
     client.responses.delete(first.id)
     for lost in (first.id, second.id):  # the second one cannot be continued without the first

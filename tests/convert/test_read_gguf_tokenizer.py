@@ -481,6 +481,6 @@ def test_reading_a_large_vocabulary_is_reported_while_it_goes_on(tmp_path: Path)
     assert max(Counter(done for done, _ in seen).values()) > 3  # inside of the vocabulary
 
 
-def test_a_long_piece_takes_no_time() -> None:
-    tokens = ["a" * 100_000, "a", "aa"]
-    assert merges_from_scores(tokens, np.zeros(3)) == [("a", "a")]
+def test_a_long_piece_takes_no_time_and_an_empty_one_is_no_part() -> None:
+    tokens = ["a" * 100_000, "", "a", "aa"]
+    assert merges_from_scores(tokens, np.zeros(4)) == [("a", "a")]

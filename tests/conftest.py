@@ -51,7 +51,11 @@ os.environ.setdefault("MLXINFER_ORDER", str(time.time_ns() % 10**6))  # workers 
 ORDER = int(os.environ["MLXINFER_ORDER"])
 # Where a file takes long. Each is one worker's: none of them may be the last that is begun.
 LONGEST = "test_blocks"  # minutes on one worker: begun last, it would keep the others waiting
-LONG = ("test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/")
+LONG = (
+    "test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/",
+    "ranks/", "adapters/test_training", "cli/test_cli_processes",
+    "server/test_light", "server/test_replicas", "server/test_frameworks", "text/test_published",
+)  # fmt: skip
 TESTS = Path(__file__).parent
 SMALL = ("demo-draft", "demo-vision", "demo-draft")  # in place of the models of hub.cache.BUNDLED
 

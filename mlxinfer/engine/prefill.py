@@ -173,14 +173,14 @@ class PrefillSizer:
         """Tokens that the oldest prompt of a tenant gets at least: a page, or far less.
 
         A page may take far longer than the room, or seem to. Then answers of other tenants wait
-        for it only if a tenant that is behind has a prompt of a page or two, or for a quarter of
-        it if that tenant is not behind.
+        for it only if a tenant that is not a slice ahead has a prompt of a page or two, or for a
+        quarter of it if that tenant is.
         """
         tenant, used = oldest.request.tenant, self._tenants.used
         others = [used(other) for other in served if other != tenant]
         is_short = len(oldest.token_ids) - oldest.num_cached <= 2 * self._page_size
         is_first = is_short and tenant not in served
-        if not others or (is_first and all(used(tenant) <= other for other in others)):
+        if not others or (is_first and used(tenant) < min(others) + self._tenants.slice):
             return self._page_size
         fitting = max(int(room / cost(oldest)), self._page_size // 4 if is_first else 1)
         return fitting if 2 * fitting < self._page_size else self._page_size

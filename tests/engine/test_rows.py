@@ -97,14 +97,17 @@ def test_a_page_that_takes_far_longer_than_an_answer_is_computed_bit_by_bit(
         assert gaps[len(gaps) * 9 // 10] <= 1.5 * 2 * 0.02 + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_short_prompt_takes_few_steps_whatever_was_measured(seed: int) -> None:
-    """Two for two pages, and one that is without prompts, though a busy machine held up others."""
+    """Two for two pages, and one that is without prompts, though a busy machine held up others.
+
+    So also right after an answer, which has put the tenant ahead of the others.
+    """
     rnd, bench = random.Random(seed), NoGpu("M5", "4B", max_batch=64)
-    for i in range(30):
+    for i in range(rnd.choice([2, 8, 30])):
         bench.add(f"heavy{i}", 20, 10_000, HEAVY)
     for i in range(10):
-        for _ in range(10):
+        for _ in range(rnd.choice([0, 1, 10])):
             bench.slowness = rnd.choice([1, 1, 1, 40])
             bench.step()
         bench.add(f"light{i}", rnd.randint(1, 2 * PAGE), 8, LIGHT)

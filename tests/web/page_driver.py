@@ -23,7 +23,7 @@ def missing(what: str, install: str, *, module: bool = False) -> NoReturn:
 
 def new_profile(browser: Any) -> Any:
     """A browser context, to be used by many tests: it parses and compiles the page once."""
-    profile = browser.new_context(locale="en-GB")
+    profile = browser.new_context(locale="en-GB", reduced_motion="reduce")
     profile.set_default_timeout(LIMIT_MS)
     profile.new_page()  # without an open tab the browser forgets what it has compiled
     return profile

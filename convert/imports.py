@@ -61,7 +61,7 @@ def import_gguf(
 def _options(source: SourceModel, exact: bool) -> ConversionOptions:
     """Codes are kept. A float32 file runs in the dtype of its activations, at half the memory."""
     recipe = make_recipe("keep", dtype=None if exact else source.exact_dtype and source.dtype)
-    return ConversionOptions(recipe=recipe, searched=False, check_tensors=False, figures=False)
+    return ConversionOptions(recipe=recipe, searched=False, check_tensors=False)
 
 
 def _convert(

@@ -307,7 +307,6 @@ class ConversionOptions:
     check_tensors: bool = True
     max_memory: int | None = None  # bytes
     shard_bytes: int = SHARD_BYTES
-    figures: bool = True  # in the model card
     split_experts: bool = False  # what of an expert lies side by side (split_experts.py)
 
     def __post_init__(self) -> None:
@@ -357,7 +356,6 @@ def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
         "texts": [_digest(options.calibration), _digest(options.check_text)],
         "learning": options.learn_minutes,
         "shards": options.shard_bytes,
-        "figures": options.figures,
         "split experts": options.split_experts,
         "check": [options.check_tensors, comparing],
     }

@@ -1,12 +1,8 @@
 """The report of a conversion: report.json, and the model card (README.md) made from it.
 
-`passed` is the verdict of the logit comparison. With
-matplotlib, which the `plots` extra installs, the card has a figure: bits and error of each matrix
-by layer and projection.
+`passed` is the verdict of the logit comparison.
 """
 
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -105,20 +101,11 @@ def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[
 
 
 FOLDER = "FOLDER"  # in a card's commands
-FIGURE, CAPTION = "conversion.svg", "Bits per weight and relative error by layer and projection"
-NO_FIGURE = 'The figure needs matplotlib: pip install -e ".[plots]" in a checkout of mlxinfer'
 _WORST = 5
 
 
-def write_card(folder: Path, report: ConversionReport, source: SourceModel, *, draw: bool) -> None:
-    """Write README.md and, with `draw` and matplotlib, its figure."""
-    drawn = draw and available()
-    if drawn:
-        draw_tensors(folder / FIGURE, report.tensors)
-    elif draw:
-        report.notes.append(NO_FIGURE)
-    figure = [f"![{CAPTION}]({FIGURE})\n"] if drawn else []
-    text = "\n".join([*_front(report, source), *_body(report), *figure])
+def write_card(folder: Path, report: ConversionReport, source: SourceModel) -> None:
+    text = "\n".join([*_front(report, source), *_body(report)])
     write_file(folder / "README.md", text.encode())
 
 
@@ -217,100 +204,3 @@ def _logits(checks: list[LogitCheck]) -> list[str]:
 
 def _row(tensor: dict[str, Any]) -> str:
     return f"| {tensor['name']} | {tensor['format']} | {tensor['relative']:.4f} |"
-
-
-# -- the figure ---------------------------------------------------------------------------------
-
-_LAYER = re.compile(r"layers\.(\d+)\.(?:self_attn\.|mlp\.)?(.+?)(?:\.weight)?$")
-_SETTINGS = {
-    "svg.hashsalt": "mlxinfer",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
-_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_NONE = "none"  # what belongs to no layer
-_NUMBERED = 12  # layers up to which cells have numbers in them
-
-Place = tuple[str, str]  # projection, layer
-
-
-def available() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("matplotlib") is not None
-
-
-def draw_tensors(path: Path, tensors: list[dict[str, Any]]) -> None:
-    """Draw bits and relative error of each matrix, by layer and projection, as SVG."""
-    import matplotlib
-
-    matplotlib.rcParams.update(_SETTINGS)
-    from matplotlib.figure import Figure
-
-    matrices = [t for t in tensors if t["name"].endswith(".weight") and t["num_weights"] > 10_000]
-    placed = [(place_of(tensor["name"]), tensor) for tensor in matrices or tensors]
-    inside = {kind for (kind, layer), _ in placed if layer != _NONE}
-    kinds = sorted({kind for (kind, _), _ in placed}, key=lambda kind: _rank(kind, kind in inside))
-    layers = sorted(
-        {layer for (_, layer), _ in placed}, key=lambda x: math.inf if x == _NONE else int(x)
-    )
-    width = 2.2 + (0.55 if len(layers) <= _NUMBERED else 0.2) * len(layers)
-    figure = Figure(figsize=(2 * max(4, width), 1.2 + 0.28 * len(kinds)), layout="constrained")
-    panels = figure.subplots(1, 2, squeeze=False)[0]
-    bits = {place: t["num_bytes"] * 8 / t["num_weights"] for place, t in placed}
-    errors = {place: t["relative"] for place, t in placed}
-    _map(figure, panels[0], "bits per weight", bits, (kinds, layers), "{:.2f}")
-    _map(figure, panels[1], "relative error", errors, (kinds, layers), "{:.2g}")
-    figure.savefig(path, format="svg", metadata={"Date": None})
-
-
-def place_of(name: str) -> Place:
-    match = _LAYER.search(name)
-    stem = name.removesuffix(".weight").rpartition(".")[2]
-    return (match[2], match[1]) if match else (stem, _NONE)
-
-
-def _rank(kind: str, inside: bool) -> tuple[bool, bool, str, int]:
-    """Attention as it is computed, then what else a layer has by its parts, then the ends."""
-    path, _, last = kind.rpartition(".")
-    place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
-    return not inside, bool(path), path, place
-
-
-def _map(
-    figure: Any,
-    axes: Any,
-    title: str,
-    values: dict[Place, float],
-    names: tuple[list[str], list[str]],
-    form: str,
-) -> None:
-    """A row for each projection, a column for each layer, and one for what belongs to none."""
-    kinds, layers = names
-    rows = [[values.get((kind, layer), math.nan) for layer in layers] for kind in kinds]
-    low, high = min(values.values()), max(values.values())
-    wide = low > 0 and high > 8 * low
-    axes.set_facecolor("0.95")
-    image = axes.imshow(rows, aspect="auto", cmap="viridis", norm="log" if wide else "linear")
-    step = max(1, len(layers) // 16)
-    shown = [i for i in range(len(layers)) if not i % step or layers[i] == _NONE]
-    axes.set(
-        title=title, xlabel="layer", xticks=shown, xticklabels=[layers[i] for i in shown],
-        yticks=range(len(kinds)), yticklabels=kinds,
-    )  # fmt: skip
-    if len(layers) > _NUMBERED:
-        steps = [i / 4 for i in range(5)]
-        ticks = [low * (high / low) ** x if wide else low + (high - low) * x for x in steps]
-        bar = figure.colorbar(image, ax=axes, ticks=ticks)
-        bar.ax.minorticks_off()
-        bar.ax.set_yticklabels([form.format(tick) for tick in ticks])
-        return
-    for y, row in enumerate(rows):
-        for x, value in enumerate(row):
-            if not math.isnan(value):
-                colour = "black" if image.norm(value) > 0.6 else "white"
-                text = form.format(value)
-                axes.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)

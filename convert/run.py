@@ -218,7 +218,7 @@ class Conversion:
         if self._comparing and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())
-        write_card(place.model, report, self.source, draw=self.options.figures)
+        write_card(place.model, report, self.source)
         place.publish()
         return report
 

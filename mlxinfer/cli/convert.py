@@ -109,7 +109,6 @@ def options_of(given: dict[str, Any]) -> "ConversionOptions":
         check_text=check_text,
         check_tensors=checks(given) != "none",
         max_memory=None if memory is None else parse_bytes(memory),
-        figures=not given["fast"],
         shard_bytes=parse_bytes(given["shard_size"]),
         split_experts=given["split_experts"],
     )

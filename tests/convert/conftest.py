@@ -1,4 +1,4 @@
-"""What the tests of convert share: no figures, no waits for the disk, and the command line."""
+"""What the tests of convert share: no waits for the disk, and the command line."""
 
 from types import SimpleNamespace
 
@@ -6,11 +6,6 @@ import pytest
 from convert_cases import Outcome
 
 from mlxinfer.cli import main
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxinfer.convert.report.available", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The model card: what it takes over from the source's, what is drawn, and what a check judges."""
+"""The model card: what it takes over from the source's, and what a check judges."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from convert_cases import TEXT, convert, write_source
+from convert_cases import convert, write_source
 
 from mlxinfer.convert.calibration.logits import LogitCheck, compare_logits
 from mlxinfer.convert.read.source import (
@@ -16,7 +16,7 @@ from mlxinfer.convert.read.source import (
     origin_of_folder,
     origin_of_metadata,
 )
-from mlxinfer.convert.report import CAPTION, FIGURE, FOLDER, available
+from mlxinfer.convert.report import FOLDER
 
 CARD = """---
 base_model:
@@ -107,24 +107,6 @@ def test_every_field_of_a_card_is_kept_or_made_true(tmp_path: Path) -> None:
     after = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n")[1])
     true = {"library_name": "mlx", "tags": ["mlx", "chat", "a: b"]}
     assert {key: after[key] for key in before} == before | true
-
-
-@pytest.fixture
-def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not available():
-        pytest.skip("matplotlib is not installed")
-    monkeypatch.setattr("mlxinfer.convert.report.available", lambda: True)
-
-
-@pytest.mark.ci
-@pytest.mark.usefixtures("drawing")
-def test_figures_name_layers_and_projections(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "source")
-    convert(source, tmp_path / "out", calibration=TEXT[:150], target_bpw=6.0)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"![{CAPTION}]({FIGURE})" in card
-    drawn = (tmp_path / "out" / FIGURE).read_text()
-    assert all(f">{kind}<" in drawn for kind in ("q_proj", "down_proj", "embed_tokens"))
 
 
 VOCAB, LENGTH = 50, 32

@@ -192,19 +192,6 @@ def test_failing_the_limit_is_exit_status_one(
     assert json.loads((tmp_path / "out" / "report.json").read_text())["passed"] is False
 
 
-def test_figures_and_the_line_where_they_are_missing(
-    source: Path, tmp_path: Path, outcome: Outcome, monkeypatch
-) -> None:
-    without = outcome(source, tmp_path / "without", *PLAIN)
-    assert 'pip install -e ".[plots]"' in without.out
-    monkeypatch.setattr("mlxinfer.convert.report.available", lambda: True)
-    assert outcome(source, tmp_path / "out", *PLAIN).code == 0
-    assert outcome(source, tmp_path / "fast", "--fast").code == 0
-    assert not list((tmp_path / "fast").glob("*.svg"))
-    assert (tmp_path / "out" / "conversion.svg").read_text().lstrip().startswith("<?xml")
-    assert "conversion.svg" in (tmp_path / "out" / "README.md").read_text()
-
-
 @pytest.mark.alike
 @pytest.mark.parametrize("recipe", ["2bit-g32", "4bit-g32", "mxfp4", "nvfp4", "bf16"])
 def test_what_a_format_can_reach_passes_and_a_broken_model_does_not(

@@ -174,7 +174,6 @@ OTHERS = [
     replace(SAID, calibration="another"),
     replace(SAID, check_text="another"),
     replace(SAID, shard_bytes=1000),
-    replace(SAID, figures=False),
     replace(SAID, check_tensors=False),
 ]
 

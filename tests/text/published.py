@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxinfer.text import ChatTemplate
+from mlxinfer.text.probe import TemplateFacts, probe
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 # They cannot be rendered without tools, in transformers neither: models have a second template.
@@ -42,3 +43,10 @@ def sources() -> dict[str, str]:
 
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, variables=VARIABLES)
+
+
+@cache
+def probed(source: str) -> tuple[ChatTemplate, TemplateFacts]:
+    """The template and what is found out about it, once for all tests."""
+    chosen = template(source)
+    return chosen, probe(chosen)

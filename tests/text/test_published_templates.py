@@ -12,7 +12,7 @@ import jinja2
 import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from published import FOR_TOOLS_ONLY, VARIABLES, sources, template
+from published import FOR_TOOLS_ONLY, VARIABLES, probed, sources, template
 from talking import read, tokenizer_of, turns_of, written_turn
 
 from mlxinfer.errors import TemplateError
@@ -113,10 +113,9 @@ def rendered(chosen: ChatTemplate, facts: TemplateFacts, messages, **kwargs) -> 
 def test_no_text_of_a_message_is_lost():
     lost = []
     for name, source in sources().items():
-        chosen = template(source)
         if name in FOR_TOOLS_ONLY:
             continue
-        facts = probe(chosen)
+        chosen, facts = probed(source)
         for kind, messages in CONVERSATIONS.items():
             try:
                 text = rendered(chosen, facts, messages)
@@ -139,8 +138,7 @@ def test_no_text_of_a_message_is_lost():
 def test_each_wish_changes_what_the_model_is_told():
     wrong = []
     for name, source in sources().items():
-        chosen = template(source)
-        facts = probe(chosen)
+        chosen, facts = probed(source)
 
         def prompt(*wish, chosen=chosen, facts=facts):
             variables, is_heard = facts.thinking.variables(*wish)
@@ -191,16 +189,17 @@ def test_rendering_equals_that_of_transformers_settings():
     assert count > 500
 
 
+def cpu_s_of_probing(chosen: ChatTemplate) -> float:
+    begun = time.process_time()
+    probe(chosen)
+    return time.process_time() - begun
+
+
 def test_probing_takes_less_than_50_ms():
     for name, source in sources().items():
-        chosen = template(source)
-        probe(chosen)  # compiled
-        seconds = []
-        for _ in range(3):  # CPU time, the least of three: other processes share the caches
-            begun = time.process_time()
-            probe(chosen)
-            seconds.append(time.process_time() - begun)
-        assert min(seconds) < MAX_PROBE_S, name
+        chosen, _ = probed(source)  # compiled
+        # CPU time of the first of three that is short: other processes share the caches.
+        assert any(cpu_s_of_probing(chosen) < MAX_PROBE_S for _ in range(3)), name
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -222,6 +221,7 @@ def test_our_template_of_deepseek_v4_writes_what_llama_cpp_does(thinking):
     assert count > 20
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
 def test_turns_are_read_back(has_tokens):
     """A thought, a text and two calls, token by token, byte by byte and at once."""

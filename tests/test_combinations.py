@@ -69,6 +69,7 @@ def test_options_that_a_model_cannot_have(words: tuple[str, ...], tmp_path: Path
     assert in_page(*words)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("words", OF_MLX_LM)
 def test_options_that_a_definition_of_mlx_lm_cannot_have(
     words: tuple[str, str], tmp_path: Path

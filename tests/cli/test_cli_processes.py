@@ -250,6 +250,7 @@ def test_run_on_a_terminal_stops_at_ctrl_c(model: str, tmp_path: Path) -> None:
         assert run.exit_code() == 130
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("args", [("run", "hi"), ("chat",)])
 def test_a_broken_mlx_is_explained(args: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "mlx").mkdir()

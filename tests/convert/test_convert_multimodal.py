@@ -91,6 +91,7 @@ def test_mlx_lm_reads_the_quantised_language_model(outer: str, tmp_path: Path) -
     np.testing.assert_allclose(ours, theirs, atol=tolerance * max(1.0, theirs.std()))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("outer", STACKED)
 def test_stacks_of_experts_become_what_experts_one_by_one_do(outer: str, tmp_path: Path) -> None:
     """Gate and up in one tensor on the hub, with inputs or outputs first."""
@@ -106,6 +107,7 @@ def stored(folder: Path) -> dict[str, mx.array]:
     return cast(dict[str, mx.array], mx.load(str(folder / "model.safetensors")))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("outer", ["llama4", "qwen3_vl_moe"])
 def test_stacks_are_calibrated_under_the_names_that_are_written(
     outer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,7 @@ def stops(after: int) -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4"])
 def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str

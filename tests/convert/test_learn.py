@@ -43,6 +43,7 @@ def arrays(folder: Path) -> dict[str, mx.array]:
 RECURRENT = pytest.param("qwen3_5_text-v4", marks=pytest.mark.slow)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", RECURRENT])
 def test_codes_stay_and_outputs_come_closer(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ class Recorder:
         return self._model(ids, step)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("guesses", [False, True])
 def test_every_row_of_a_step_has_its_sequences_adapter(
     guesses: bool, folders: dict[str, Path]

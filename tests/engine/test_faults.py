@@ -278,6 +278,7 @@ def without(token_id: int, ids: list[int]) -> list[int]:
     return [other if other != token_id else token_id + 1 for other in ids]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("launch_ahead", [False, True])
 def test_where_numbers_end_within_an_answer_its_next_token_shows_it(launch_ahead: bool) -> None:
     model = with_a_damaged_token(7)

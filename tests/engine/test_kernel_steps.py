@@ -189,6 +189,7 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
     assert ("bitmask" in ran) == (missing == "sample")
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("way", "refused"),
@@ -262,6 +263,7 @@ def test_keys_in_values_on_kernels_as_in_plain_mlx(
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("kv", [KVOptions(), pytest.param(EIGHT, marks=CI)])
 def test_mixed_streams_and_latent_attention_with_an_index_on_kernels_as_in_plain_mlx(
@@ -285,6 +287,7 @@ def test_mixed_streams_and_latent_attention_with_an_index_on_kernels_as_in_plain
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     "kv",

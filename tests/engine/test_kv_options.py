@@ -96,6 +96,7 @@ def test_chunks_beside_others_equal_masked_attention(
     assert off.mean() <= (1e-4 if bits == (None, None) else 0.02)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("bits", BITS[::2])
 def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
     """The logits of a token are the same whether it came in a chunk or in a step."""

@@ -59,6 +59,7 @@ def test_memory_grows_with_the_lengths_of_mixed_requests() -> None:
     assert sampled > 0
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "case", [pytest.param("mistral-v4", marks=pytest.mark.slow), "gemma3_text-v4", "gpt_oss-v4"]
 )

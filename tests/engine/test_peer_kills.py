@@ -96,6 +96,7 @@ def pair(case: str) -> Iterator[Pair]:
         made.end(1)
 
 
+@pytest.mark.alike
 @pytest.mark.ci  # processes
 @pytest.mark.parametrize("case", CASES)
 def test_killed_servers_lose_no_request_and_change_no_token(case: str) -> None:

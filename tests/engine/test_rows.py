@@ -231,6 +231,7 @@ FLOODS = {  # tokens of each prompt and answer
 }
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("flood", FLOODS)
 @pytest.mark.parametrize("seed", range(6))
 def test_first_tokens_come_in_time_beside_a_flood_on_any_machine(seed: int, flood: str) -> None:

@@ -23,6 +23,7 @@ def test_a_repeated_prompt_fits_in_a_pool_of_its_own_size(case: str, length: int
     assert others == [first, first]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("bits", [None, 8])
 def test_preemption_in_the_step_of_admission_changes_no_other_sequence(bits: int | None) -> None:
     """It has no slot when the step begins: the last one is another sequence's."""

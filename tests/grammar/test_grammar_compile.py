@@ -232,6 +232,7 @@ def test_the_checking_process_ignores_ctrl_c() -> None:
     checker.close()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_ended_from_outside_is_started_again(number: int) -> None:
     checker = CheckProcess()

@@ -112,6 +112,7 @@ def test_the_convolution_agrees_with_its_twin(dtype: mx.Dtype, gated: bool, bias
     check(scene, step, ROUNDING[dtype], least=True)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(6))
 def test_the_delta_recurrence_agrees_with_its_twin(seed: int) -> None:
     dtype = DTYPES[seed % 3]
@@ -121,6 +122,7 @@ def test_the_delta_recurrence_agrees_with_its_twin(seed: int) -> None:
     check(scene, form, ROUNDING[dtype], seed=seed)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mamba_recurrence_agrees_with_its_twin(seed: int) -> None:
     form = ssm_form(seed, DTYPES[seed % 3])

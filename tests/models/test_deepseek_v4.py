@@ -202,6 +202,7 @@ def test_pages_hold_whole_blocks(wide):
     assert (config.page_size, config.prefill_chunk) == (128, 256)
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 @pytest.mark.parametrize("chunk", [128, pytest.param(1024, marks=pytest.mark.ci)])
 def test_blocks_of_128_tokens_in_chunks_and_steps(wide, chunk):

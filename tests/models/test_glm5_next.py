@@ -53,6 +53,7 @@ def as_transformers_has_them(tensors):
     return moved
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("config", [NESTED, {**tiny_config(CASE), "model_type": "glm5_next"}])
 def test_names_of_the_hub_of_mlx_and_of_transformers(tmp_path, config):
     tensors = tiny_tensors(tiny_config(CASE))

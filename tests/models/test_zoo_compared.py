@@ -143,6 +143,7 @@ def test_names_of_vendors_become_mlx_lms() -> None:
     assert [*result] == ["transformer.h.0.attn.c_proj.weight", "transformer.h.0.mlp.c_proj.weight"]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("kind", "renamed"),
     [

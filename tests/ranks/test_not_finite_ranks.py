@@ -16,6 +16,7 @@ from mlxinfer.metal_kernels.selfcheck import FAULTY, Verdicts
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 @requires_compiler
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])

@@ -120,6 +120,7 @@ def most_stages(case: str) -> int:
     return config.num_layers - len(family(config.model_type).between_stages(config).bound)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
 @given(data=st.data())
 @settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate], deadline=None)

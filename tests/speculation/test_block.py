@@ -113,6 +113,7 @@ def rms(x: mx.array, weight: mx.array) -> mx.array:
     return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("causal", [None, False])
 def test_proposals_are_those_of_the_published_definition(
     causal: bool | None, tmp_path: Path

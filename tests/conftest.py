@@ -105,8 +105,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MLXINFER_ALIKE", "8" if everything else "1")
 
 
+def kept(count: int, among: int, drawn: random.Random) -> int:
+    return -(-count // among) if count > 1 else drawn.randrange(among) == 0
+
+
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases that this run leaves out: of those marked `alike`, each test keeps one in so many."""
+    """Cases that this run leaves out: of those marked `alike`, each test keeps one in so many.
+
+    A test that has one case is left out as often.
+    """
     among = int(os.environ["MLXINFER_ALIKE"])
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -116,7 +123,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return {
         item
         for alike in cases.values()
-        for item in drawn.sample(alike, len(alike) - -(-len(alike) // among))
+        for item in drawn.sample(alike, len(alike) - kept(len(alike), among, drawn))
     }
 
 

@@ -127,20 +127,25 @@ def without_leave(self: snapshots.Snapshots, sequence: Sequence) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "broken"),
+    ("owner", "name", "broken", "seeds"),
     [
-        (fake_runner, "num_kept", keeps_all),
-        (snapshots.Snapshots, "end", without_leave),
-        pytest.param(snapshots.Snapshots, "forget", lambda _: None, marks=pytest.mark.ci),
-        (StateGroup, "release", lambda group, snapshot: None),
+        (fake_runner, "num_kept", keeps_all, (0, 150)),
+        (snapshots.Snapshots, "end", without_leave, (0, 150)),
+        # One program in 300 shows it: a step has to fail while a snapshot is due.
+        (snapshots.Snapshots, "forget", lambda _: None, (190, 60)),
+        (StateGroup, "release", lambda group, snapshot: None, (0, 150)),
     ],
 )
 def test_mutants_of_states_are_found(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Callable[..., object]
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    broken: Callable[..., object],
+    seeds: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError, match="pytest tests/simulator"):
-        run_all(0, 150, proposes=True, recurrent=True)
+        run_all(*seeds, proposes=True, recurrent=True)
 
 
 @pytest.mark.alike

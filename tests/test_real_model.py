@@ -149,6 +149,7 @@ def test_a_file_that_runs_answers_as_the_folder_of_its_formats(
     assert weights.read_bytes() == (kept / weights.name).read_bytes()
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("options", "most"),
     [

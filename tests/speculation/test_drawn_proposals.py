@@ -37,6 +37,7 @@ def params(seed: int) -> SamplingParams:
     )
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "kind",
     [

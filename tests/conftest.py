@@ -100,9 +100,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of a test's cases alike an eighth runs, or all where a file is named; workers inherit it."""
+    """Of a test's cases alike a twelfth runs, or all where a file is named; workers inherit it."""
     everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    os.environ.setdefault("MLXINFER_ALIKE", "8" if everything else "1")
+    os.environ.setdefault("MLXINFER_ALIKE", "12" if everything else "1")
 
 
 def kept(count: int, among: int, drawn: random.Random) -> int:

@@ -146,6 +146,7 @@ class Workplace:
         return done.stdout + done.stderr
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 def test_an_agent_reads_and_edits_a_file(agent: Agent, tmp_path: Path) -> None:
     """Each turn's prompt goes on from the last, and another session's begins with the same text."""

@@ -52,9 +52,10 @@ ORDER = int(os.environ["MLXINFER_ORDER"])
 # Where a file takes long. Each is one worker's: none of them may be the last that is begun.
 LONGEST = "test_blocks"  # minutes on one worker: begun last, it would keep the others waiting
 LONG = (
-    "test_interrupts", "test_examples", "engine/", "models/", "convert/", "web/", "bench/",
-    "ranks/", "adapters/test_training", "cli/test_cli_processes",
-    "server/test_light", "server/test_replicas", "server/test_frameworks", "text/test_published",
+    "test_real_model", "test_interrupts", "test_examples",
+    "engine/", "models/", "convert/", "web/", "bench/", "ranks/", "speculation/test_drawn",
+    "adapters/test_training", "cli/test_cli_processes", "text/test_published", "server/test_light",
+    "server/test_replicas", "server/test_frameworks", "server/test_real_agents",
 )  # fmt: skip
 TESTS = Path(__file__).parent
 SMALL = ("demo-draft", "demo-vision", "demo-draft")  # in place of the models of hub.cache.BUNDLED

@@ -77,7 +77,7 @@ def mla_attention_on_metal(
 def mla_attention(
     queries: mx.array, latents: Plane, plan: AttentionPlan, *, scale: float, value_dim: int
 ) -> AttentionCall:
-    """The attention for arrays of these sizes; same arguments as `mla_attention_on_metal`."""
+    """The kernel for arrays of these sizes; same arguments as `mla_attention_on_metal`."""
     num_tokens, num_heads, dim = queries.shape
     assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)
     asked = Asked(

@@ -318,7 +318,7 @@ def paged_attention(
     log_sums: bool = False,
     pairs: bool = False,
 ) -> AttentionCall:
-    """The attention for arrays of these sizes; same arguments as `paged_attention_on_metal`."""
+    """The kernel for arrays of these sizes; same arguments as `paged_attention_on_metal`."""
     num_tokens, num_heads, key_dim = queries.shape
     value_dim = value_dim or key_dim
     assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)

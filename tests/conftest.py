@@ -106,15 +106,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("MLXINFER_ALIKE", "12" if everything else "1")
 
 
-def kept(count: int, among: int, drawn: random.Random) -> int:
+def num_kept(count: int, among: int, drawn: random.Random) -> int:
+    """One case in `among`, rounded up; a single one is kept as seldom as the others."""
     return -(-count // among) if count > 1 else drawn.randrange(among) == 0
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases that this run leaves out: of those marked `alike`, each test keeps one in so many.
-
-    A test that has one case is left out as often.
-    """
+    """Cases that this run leaves out: of those marked `alike`, each test keeps some."""
     among = int(os.environ["MLXINFER_ALIKE"])
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -124,7 +122,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return {
         item
         for alike in cases.values()
-        for item in drawn.sample(alike, len(alike) - kept(len(alike), among, drawn))
+        for item in drawn.sample(alike, len(alike) - num_kept(len(alike), among, drawn))
     }
 
 
@@ -173,7 +171,7 @@ def small_demo(
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests make by `tempfile` goes when pytest's own folders do."""
+    """Temporary files of tests lie in pytest's own folder, which pytest deletes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.getbasetemp()))
         yield

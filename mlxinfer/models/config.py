@@ -184,7 +184,7 @@ def normalise(
         o_bias=o_bias,
         quantization=quantization,
         fields=fields,
-        **_block_settings(fields),
+        **_block_settings(family, fields),
         **heads,
         **_positions(family, fields, num_layers, heads["head_dim"]),
         **_experts(fields, num_layers),
@@ -193,7 +193,7 @@ def normalise(
     return configured
 
 
-def _block_settings(fields: Fields) -> dict[str, Any]:
+def _block_settings(family: Any, fields: Fields) -> dict[str, Any]:
     return {
         "hidden_size": fields.integer("hidden_size", high=2**20),
         "intermediate_size": fields.integer("intermediate_size", high=2**22),
@@ -203,7 +203,9 @@ def _block_settings(fields: Fields) -> dict[str, Any]:
         "dtype": fields.text("dtype", "torch_dtype", default=None),
         "bidirectional": fields.boolean(_SEES_AHEAD, default=False),
         "final_softcap": fields.number("final_logit_softcapping", above=0.0, default=None),
-        "score_softcap": fields.number(_SOFT_CAP, above=0.0, default=None),
+        "score_softcap": fields.number(_SOFT_CAP, above=0.0, default=None)
+        if _SOFT_CAP in family.computed
+        else None,
     }
 
 

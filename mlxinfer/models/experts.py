@@ -75,7 +75,7 @@ def read_experts(
         parts = [layout.matrix(weights, at, "gate_up_proj", both, [inner, inner])]
     else:
         parts = [_stacked(weights, path, kind, (count, inner, hidden)) for kind in ("gate", "up")]
-    # One projection after the other: together, the experts and what is made of them are held.
+    # Gate and up are fused before down is read: memory does not hold the parts of both.
     gate_up = fused_experts(parts)
     del parts
     weights.evaluate(list(arrays(gate_up)))

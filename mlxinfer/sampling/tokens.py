@@ -62,7 +62,7 @@ class TokenBuffer:
 
 
 class Repeats:
-    """The tokens of one request, and how much of them the newest ones repeat."""
+    """The tokens of one request, and the length of the repetition that they end with."""
 
     def __init__(self, ids: Sequence[int], breakers: frozenset[int]) -> None:
         self.breakers = breakers

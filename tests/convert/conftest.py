@@ -1,4 +1,4 @@
-"""What the tests of convert share: no waits for the disk, and the command line."""
+"""Fixtures for the tests of convert: no waits for the disk, and the command line."""
 
 from types import SimpleNamespace
 

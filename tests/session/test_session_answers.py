@@ -232,7 +232,9 @@ def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer
     with pytest.raises(ValueError, match="too late"):
         asyncio.run(main())
     assert result == [len(events), 0, 0, 0]
-    assert moments[-1] - moments[0] > 2 * 0.1, "three, of which the first is seen late"
+    assert moments[-1] - moments[0] > 2 * 0.1, (
+        "three silences; the reader may see the first one late"
+    )
     assert engine.aborted[:1] == ["0"]
 
 

@@ -57,9 +57,7 @@ class LoadedModel:
 
 
 @pytest.mark.parametrize("own_gb", [48, 9])
-def test_mlx_may_use_what_the_models_that_live_may_take(
-    own_gb: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlx_may_use_what_live_models_take(own_gb: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what the program has beside them; a lower limit of its own stays."""
     gb = 1 << 30
     fake = FakeMLX(memory_limit=own_gb * gb)
@@ -83,9 +81,7 @@ def test_mlx_may_use_what_the_models_that_live_may_take(
 
 
 @pytest.mark.parametrize(("before", "after"), [(24 << 30, 1 << 30), (5 << 20, 5 << 20)])
-def test_mlx_keeps_few_freed_buffers(
-    before: int, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlx_keeps_few_buffers(before: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sixteenth of the memory at most; a lower limit of the program's own stays."""
     fake = FakeMLX(before)
     monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))

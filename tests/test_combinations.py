@@ -71,9 +71,7 @@ def test_options_that_a_model_cannot_have(words: tuple[str, ...], tmp_path: Path
 
 @pytest.mark.alike
 @pytest.mark.parametrize("words", OF_MLX_LM)
-def test_options_that_a_definition_of_mlx_lm_cannot_have(
-    words: tuple[str, str], tmp_path: Path
-) -> None:
+def test_options_that_mlx_lms_definitions_lack(words: tuple[str, str], tmp_path: Path) -> None:
     options, said = OF_MLX_LM[words]
     if "disk_cache" in options:
         options = {**options, "disk_cache_dir": tmp_path / "disk"}

@@ -75,9 +75,7 @@ def test_a_config_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
         read_config_file(tmp_path)
 
 
-def test_a_named_config_file_comes_before_the_usual_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_config_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("MLXINFER_CONFIG", raising=False)
     assert find_config_file() is None

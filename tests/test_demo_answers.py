@@ -42,9 +42,7 @@ def test_what_embarrassed_an_earlier_demo_is_right(demo: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_nearly_all_held_out_questions_are_answered_or_refused_and_no_sum_is_wrong(
-    demo: LLM,
-) -> None:
+def test_nearly_all_held_out_questions_are_answered_or_refused(demo: LLM) -> None:
     asked = list(questions.questions())
     said = grade.answers(demo, asked)
     report = grade.report(asked, said)
@@ -55,9 +53,7 @@ def test_nearly_all_held_out_questions_are_answered_or_refused_and_no_sum_is_wro
 
 
 @pytest.mark.slow
-def test_three_quarters_of_the_held_out_conversations_with_tools_go_on_as_they_should(
-    demo: LLM,
-) -> None:
+def test_three_quarters_of_the_held_out_tool_conversations_go_on_well(demo: LLM) -> None:
     asked = held_out.tool_questions()
     said = tools.tool_answers(demo, asked)
     right = [tools.is_right(*item) for item in zip(asked, said, strict=True)]

@@ -56,9 +56,7 @@ def test_target_and_draft_speak_the_same_tokens() -> None:
     assert target == draft
 
 
-def test_rendered_in_pieces_equals_encoded_as_a_whole(
-    tokenizer: Tokenizer, sample: list[list[corpus.Message]]
-) -> None:
+def test_pieces_equal_the_whole(tokenizer: Tokenizer, sample: list[list[corpus.Message]]) -> None:
     end = tokenizer.token_to_id("<|im_end|>")
     for messages in sample[:200]:
         ids, weights = tokenizing.render_chat(tokenizer, messages)

@@ -201,9 +201,7 @@ def test_a_notebook_shows_pictures_above_their_answer(monkeypatch: pytest.Monkey
     assert url in returned._repr_html_()
 
 
-def test_cards_of_a_notebook_show_the_pictures_of_the_conversation(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cards_of_a_notebook_show_pictures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     large = Image.new("RGB", (2000, 1000), "red")
     with LLM(seeing_folder(tmp_path / "see"), progress=False) as llm:
         assert llm.chat("What is it?", images=[large], max_tokens=2).thumbnails == ()

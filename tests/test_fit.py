@@ -176,9 +176,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
         assert part in str(caught.value)
 
 
-def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
-    memory: Callable[[float], int],
-) -> None:
+def test_a_model_is_refused_where_show_says_it_does_not_fit(memory: Callable[[float], int]) -> None:
     folder, weights = hub.resolve("demo"), weights_of_demo()
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -200,9 +198,7 @@ def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
     assert len(seen) > 1
 
 
-def test_experts_could_be_read_from_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_could_stay_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have what the rest and its KV cache leave, if a token's experts have room in it."""
     folder = write_checkpoint(tmp_path, SPARSE)
     assert held_bytes(folder) - held_bytes(folder, 1000) == expert_bytes(folder) - 1000
@@ -215,9 +211,7 @@ def test_experts_could_be_read_from_the_disk(
         assert ("--expert-memory 5.5GB" in actual.text) == (expected is not None)
 
 
-def test_too_much_expert_memory_is_refused_with_what_would_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_expert_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proposals follow from the files, not from the part of them that was to be in memory."""
     folder, rest, experts = write_checkpoint(tmp_path, SPARSE), 10 * 10**9, 200 * 10**9
 

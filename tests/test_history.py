@@ -268,9 +268,7 @@ def test_pictures_come_back_beside_their_messages(history: History) -> None:
     assert b"QUJD" not in history.path.read_bytes()
 
 
-def test_an_owners_oldest_pictures_are_forgotten(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oldest_pictures_are_forgotten(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     url = "data:image/png;base64," + "A" * 978  # 1,000 bytes
     monkeypatch.setattr("mlxinfer.history.MAX_PICTURE_BYTES", 3500)
     history.save_message("other", "another-1", pictured("other", url, url))

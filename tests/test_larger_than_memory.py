@@ -100,9 +100,7 @@ def served_answer(serve: list[str]) -> str:
         return str(content).strip()
 
 
-def test_the_program_prints_an_answer_and_what_was_read(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_prints_its_answer(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     exec("from mlxinfer import LLM\n" + as_here(lines("python"), folder), {})
     out, err = capfd.readouterr()
     assert err == ""
@@ -131,9 +129,7 @@ def test_what_makes_no_sense_is_refused(folder: Path) -> None:
         LLM("demo", expert_memory="1GB", progress=False)
 
 
-def test_a_disk_that_is_too_slow_is_refused_with_the_numbers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_is_refused_with_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "disk_rate", lambda spans: 20_000.0)
     half = expert_bytes(folder) // 2
     with pytest.raises(InsufficientMemoryError) as refused:
@@ -167,7 +163,7 @@ def test_experts_of_several_dtypes_are_refused_as_what_they_are(tmp_path: Path) 
         load(folder, experts=ExpertOptions(1 << 30))
 
 
-def test_a_disk_that_fails_while_it_is_measured_is_a_broken_checkpoint(
+def test_a_disk_that_fails_is_a_broken_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> bytes:

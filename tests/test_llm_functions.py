@@ -147,9 +147,7 @@ def test_a_grammar_and_end_tokens_hold_whatever_functions_want(llm: LLM) -> None
         ({"sampler": lambda p: p}, "sampler failed"),
     ],
 )
-def test_a_function_that_fails_ends_its_own_answer_only(
-    llm: LLM, options: dict[str, Any], said: str
-) -> None:
+def test_a_failing_function_ends_its_answer(llm: LLM, options: dict[str, Any], said: str) -> None:
     want, others = llm.generate("Hello", max_tokens=90, ignore_eos=True), list[Result]()
     begun = threading.Event()
 

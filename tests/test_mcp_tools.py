@@ -57,9 +57,7 @@ def test_tools_are_listed_and_called(tools: McpTools) -> None:
     ("name", "arguments"),
     [("fail", "{}"), ("add", '{"a": "x"}'), ("add", "{"), ("add", "[" * 100_000), ("none", "{}")],
 )
-def test_what_goes_wrong_is_a_text_for_the_model(
-    tools: McpTools, name: str, arguments: str
-) -> None:
+def test_errors_are_texts_for_the_model(tools: McpTools, name: str, arguments: str) -> None:
     assert tools.call(name, arguments).startswith("Error")
 
 
@@ -275,7 +273,7 @@ def test_a_stopped_call_has_a_result_and_an_empty_answer(
     assert "end" in screen.getvalue()  # whoever is asked sees all of the arguments
 
 
-def test_rounds_of_calls_are_bounded(
+def test_rounds_are_bounded(
     tools: McpTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "MAX_ROUNDS", 0)

@@ -240,9 +240,7 @@ def test_errors_are_short(outputs: dict[str, Any], cell: str, kind: str, words: 
 
 
 @pytest.mark.parametrize(("cell", "left"), [("engines again", 1), ("engines at the end", 0)])
-def test_a_model_that_is_replaced_after_errors_is_freed(
-    outputs: dict[str, Any], cell: str, left: int
-) -> None:
+def test_replaced_models_are_freed(outputs: dict[str, Any], cell: str, left: int) -> None:
     """IPython keeps the last traceback: no frame of it may hold an engine."""
     threads, num_bytes = map(int, text(outputs, "engines").split())
     now, bytes_now = map(int, text(outputs, cell).split())

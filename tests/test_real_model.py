@@ -90,9 +90,7 @@ def changed(actual: np.ndarray, plain: np.ndarray) -> dict[str, float]:
 
 @pytest.mark.alike
 @pytest.mark.parametrize(("text", "ids"), EXPECTED["spellings"])
-def test_the_tokenizer_made_of_the_file_is_the_published_one(
-    plain: LLM, text: str, ids: list[int]
-) -> None:
+def test_the_files_tokenizer_is_the_published_one(plain: LLM, text: str, ids: list[int]) -> None:
     assert list(plain.tokenizer.encode(text, add_special_tokens=False)) == ids
     assert plain.tokenizer.decode(ids) == text.replace("\u2581", " ")
 
@@ -114,9 +112,7 @@ def test_greedy_tokens_of_streams_at_once_are_those_of_transformers(plain: LLM) 
 
 @pytest.mark.alike
 @pytest.mark.parametrize("place", LONG["places"])
-def test_a_prompt_longer_than_the_window_gives_the_logits_of_transformers(
-    long_logits: np.ndarray, place: str
-) -> None:
+def test_a_prompt_beyond_the_window_has_its_logits(long_logits: np.ndarray, place: str) -> None:
     assert off(long_logits[int(place)], LONG["places"][place]) < ROUNDED["bf16"]
 
 

@@ -18,9 +18,7 @@ DONE = range(3)  # files before and behind the one that ends its worker
 
 
 @pytest.mark.ci
-def test_a_test_that_ends_its_worker_is_begun_once_and_the_rest_of_its_file_runs(
-    tmp_path: Path,
-) -> None:
+def test_a_test_that_ends_its_worker_is_begun_once_and_its_file_goes_on(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_xdist_make_scheduler")
     for number in DONE:
         (tmp_path / f"test_{number:02}.py").write_text("def test(): pass")

@@ -59,9 +59,7 @@ def test_branches_of_a_program_share_its_picture(llm: LLM) -> None:
 
 
 @pytest.mark.ci
-def test_a_picture_that_one_step_computes_does_not_depend_on_the_size_of_steps(
-    tmp_path: Path,
-) -> None:
+def test_a_picture_of_one_step_does_not_depend_on_the_size_of_steps(tmp_path: Path) -> None:
     """In Gemma 4 its features see each other: the step with them grows."""
     folder = seeing_folder(tmp_path, "gemma4_moe")
     collected = []

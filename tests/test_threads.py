@@ -66,9 +66,7 @@ def wait_for_a_call(released: threading.Event) -> object:
 
 
 @pytest.mark.parametrize("wait", [wait_for_a_queue, wait_for_a_reply, wait_for_a_call])
-def test_ctrl_c_ends_a_wait_soon_whenever_it_comes(
-    wait: Callable[[threading.Event], object],
-) -> None:
+def test_ctrl_c_soon_ends_a_wait(wait: Callable[[threading.Event], object]) -> None:
     seed = time.time_ns() % 10**6
     print("seed", seed)
     rng = random.Random(seed)

@@ -162,9 +162,7 @@ def test_folded_matrices_and_experts_with_dora_are_named(tmp_path: Path) -> None
     assert "DoRA on experts" in refused(experts, case)
 
 
-def test_another_layouts_config_and_whole_matrices(
-    tmp_path: Path, tensors: dict[str, mx.array]
-) -> None:
+def test_configs_and_matrices_of_others(tmp_path: Path, tensors: dict[str, mx.array]) -> None:
     folder = write_mlx(tmp_path / "full", draw(tensors, 1), fine_tune_type="full")
     assert "whole matrices, not an adapter" in refused(folder)
     folder = write_mlx(tmp_path / "mixed", draw(tensors, 1), peft_type="LORA")
@@ -202,9 +200,7 @@ def test_the_memory_of_an_adapter_is_known_before_it_is_loaded(
     loaded.remove(number)
 
 
-def test_memory_beside_pages_that_were_counted(
-    tmp_path: Path, tensors: dict[str, mx.array]
-) -> None:
+def test_memory_beside_counted_pages(tmp_path: Path, tensors: dict[str, mx.array]) -> None:
     folder = write_peft(tmp_path / "a", draw(tensors, 1, rank=64))
     for budget, fits in ((1 << 24, True), (1 << 18, False)):
         harness = Harness(own_model(CASE), kv_budget_bytes=budget, num_pages=16)
@@ -219,9 +215,7 @@ def test_memory_beside_pages_that_were_counted(
         assert harness.loop.cache.groups[0].allocator.num_pages == 16
 
 
-def test_memory_is_taken_from_the_kv_cache_and_given_back(
-    tmp_path: Path, tensors: dict[str, mx.array]
-) -> None:
+def test_memory_is_borrowed_from_the_kv_cache(tmp_path: Path, tensors: dict[str, mx.array]) -> None:
     folder = write_peft(tmp_path / "a", draw(tensors, 1, rank=64))
     harness = Harness(own_model(CASE), kv_budget_bytes=1 << 22)
     table, group = harness.loop.adapters, harness.loop.cache.groups[0]
@@ -248,7 +242,7 @@ def test_memory_is_taken_from_the_kv_cache_and_given_back(
     assert not harness.loop.model.adapted
 
 
-def test_a_base_matrix_that_peft_saves_beside_its_own_is_left_alone(
+def test_base_matrices_beside_adapters_are_ignored(
     tmp_path: Path, tensors: dict[str, mx.array]
 ) -> None:
     """PEFT 0.21 does so with an output matrix that is not tied."""

@@ -88,9 +88,7 @@ def test_the_executable_is_the_command_and_stands_for_an_interpreter(tmp_path: P
         assert done.stdout.startswith("mlxinfer, version "), done.stderr
 
 
-def test_without_toga_the_command_says_in_one_line_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_toga_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(**_: Any) -> None:
         raise ModuleNotFoundError("No module named 'toga'", name="toga")
 
@@ -101,9 +99,7 @@ def test_without_toga_the_command_says_in_one_line_what_to_install(
     assert done.output == f"Error: The menubar app needs Toga: {needed}\n"
 
 
-def test_where_qt_would_abort_the_command_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_qt_would_abort_the_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for program, said in (
         ("import ctypes; ctypes.CDLL('libnot-here.so.7')", "the library libnot-here.so.7,"),
@@ -114,9 +110,7 @@ def test_where_qt_would_abort_the_command_says_what_is_missing(
             mlxinfer.app.platform_of_this_system()
 
 
-def test_a_second_start_needs_no_toga_and_ends_at_once(
-    short_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_needs_no_toga(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxinfer.app.instance import Instance
 
     shown: list[int] = []

@@ -29,9 +29,7 @@ def talk(server: PageServer, text: str) -> None:
     assert server.post("/history/messages", {**message, "content": text}).status_code == 200
 
 
-def test_a_running_server_is_attached_to_and_never_ended(
-    controller: AppController, server: PageServer
-) -> None:
+def test_a_running_server_is_used_and_kept(controller: AppController, server: PageServer) -> None:
     talk(server, "first question")
     view = controller.refresh()
     assert (view.phase, view.ours) == (Phase.RUNNING, False)
@@ -44,9 +42,7 @@ def test_a_running_server_is_attached_to_and_never_ended(
     assert controller.refresh().phase is Phase.RUNNING
 
 
-def test_models_are_served_loaded_pinned_and_unloaded(
-    controller: AppController, server: PageServer
-) -> None:
+def test_models_are_loaded_and_unloaded(controller: AppController, server: PageServer) -> None:
     client = controller.client
     client.serve("demo-draft")
     client.load("demo-draft")
@@ -62,9 +58,7 @@ def test_models_are_served_loaded_pinned_and_unloaded(
         client.load("nothing")
 
 
-def test_tokens_a_second_follow_from_the_server_s_counter(
-    controller: AppController, server: PageServer
-) -> None:
+def test_tokens_a_second_follow_from_counts(controller: AppController, server: PageServer) -> None:
     server.script.says("word " * 30)
     assert controller.refresh().rate is None
     before = controller.view.activity.tokens
@@ -86,9 +80,7 @@ def test_a_request_that_runs_is_counted(controller: AppController, server: PageS
     wait_until(lambda: controller.refresh().activity.running == 0)
 
 
-def test_a_prompt_that_is_read_has_its_share_and_the_seconds_left(
-    controller: AppController, server: PageServer
-) -> None:
+def test_a_prompt_shows_share_and_time(controller: AppController, server: PageServer) -> None:
     server.script.read = (100, 3.0)
     body = {"messages": [{"role": "user", "content": "word " * 500}]}
     streamed = {**body, "stream": True, "return_progress": True}

@@ -192,9 +192,7 @@ def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: Page
     run(scenario)
 
 
-def test_files_that_are_dropped_on_the_icon_go_with_the_next_question(
-    run: Any, server: PageServer, tmp_path: Path
-) -> None:
+def test_dropped_files_go_with_a_question(run: Any, server: PageServer, tmp_path: Path) -> None:
     notes, large = tmp_path / "notes.txt", tmp_path / "large.bin"
     notes.write_text("Buy milk.")
     with large.open("wb") as file:
@@ -281,9 +279,7 @@ def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
     run(scenario, platform=FakePlatform(missing=True))
 
 
-def test_settings_are_checked_and_apply_without_a_button(
-    run: Any, controller: AppController
-) -> None:
+def test_settings_are_checked_and_apply_at_once(run: Any, controller: AppController) -> None:
     before = controller.settings
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
@@ -375,9 +371,7 @@ def test_the_first_run_begins_with_three_models_and_is_not_repeated(
     )
 
 
-def test_without_a_server_the_first_run_offers_what_fits_this_machine(
-    run: Any, controller: AppController
-) -> None:
+def test_a_first_run_alone_offers_what_fits(run: Any, controller: AppController) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         limit = models_limit_bytes()
         assert app.introduction is not None
@@ -398,9 +392,7 @@ def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
     assert times == ["under a minute", "about 7 min", "about 2.2 h"]
 
 
-def test_a_download_has_one_percentage_from_its_first_byte_to_its_end(
-    run: Any, controller: AppController
-) -> None:
+def test_a_download_has_one_percentage_throughout(run: Any, controller: AppController) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         first = app.introduction
         assert first is not None
@@ -497,9 +489,7 @@ def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
     assert calls == ["start"]
 
 
-def test_a_call_in_a_thread_ends_whatever_becomes_of_the_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_ends_whatever_becomes_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave() -> None:
         raise SystemExit(3)
 

@@ -291,9 +291,7 @@ def test_every_key_and_modifier_has_a_code_on_a_mac(cocoa: Any) -> None:
     assert set(cocoa.CARBON_MODIFIERS) == set(MODIFIERS)
 
 
-def test_the_parts_of_a_mac_touch_what_they_are_to_touch(
-    cocoa: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_parts_of_a_mac_touch_their_files(cocoa: Any, caplog: pytest.LogCaptureFixture) -> None:
     platform, icon, window = cocoa.CocoaPlatform(bundled=True), MagicMock(), MagicMock()
     platform.style_icon(icon)
     icon._impl.native.button.image.setTemplate.assert_called_once_with(True)
@@ -340,9 +338,7 @@ def test_a_click_shows_the_chat_and_the_other_button_the_menu(cocoa: Any) -> Non
     assert icon._impl.native.menu is None
 
 
-def test_a_hotkey_is_registered_once_and_replaced(
-    cocoa: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hotkey_is_registered_or_replaced(cocoa: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     carbon, pressed = MagicMock(), []
     carbon.GetApplicationEventTarget.return_value = 1
     carbon.RegisterEventHotKey.return_value = 0

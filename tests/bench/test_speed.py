@@ -80,9 +80,7 @@ def test_a_report_beside_mlx_lm() -> None:
 
 
 @pytest.mark.ci
-def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_mlx_lm_cannot_load_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "model", TWO_LAYERS)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))

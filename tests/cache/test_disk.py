@@ -50,9 +50,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_nothing_waits_for_a_writer_that_did_not_start(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_did_not_start(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -117,9 +115,7 @@ def test_a_page_is_one_name_for_all_groups() -> None:
         assert decode(b"".join(encode(entry)), group_key(page, 9)) is None
 
 
-def test_a_folder_of_another_version_is_emptied(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_folders_of_other_versions_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     older = [tmp_path / MODEL.hex(), tmp_path / f"{MODEL.hex()}.{VERSION - 1}"]
     for folder in older:
         folder.mkdir()

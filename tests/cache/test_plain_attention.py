@@ -152,9 +152,7 @@ def test_as_each_token_by_itself(
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_what_another_sequence_left_does_not_reach_through_the_padding(
-    place: int, fused: bool
-) -> None:
+def test_what_another_sequence_left_stays_behind_the_padding(place: int, fused: bool) -> None:
     """Not even what is no number: its weight is 0, but 0 times that is none either."""
     window, layer = AttentionWindow(), filled_layer(AttentionWindow(), (None, None), 3)
     layer.fastest = lambda rows, load, ways: ways[-1] if fused else ways[0]

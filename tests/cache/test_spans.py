@@ -153,9 +153,7 @@ def test_a_span_in_one_step_is_full_attention_over_it(
 
 
 @pytest.mark.parametrize("window", WINDOWS[:3])
-def test_over_several_blocks_of_keys(
-    window: AttentionWindow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_blocks_of_keys(window: AttentionWindow, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunks, prompt_attention):
         monkeypatch.setattr(module, "KEY_BLOCK", 32)
         monkeypatch.setattr(module, "QUERY_BLOCK", 16)

@@ -15,9 +15,7 @@ def contents(session: ChatSession) -> list[str]:
     return [message["content"] for message in session.messages]
 
 
-def test_leaving_early_keeps_what_came_and_ends_the_stream(
-    session: ChatSession, llm: FakeLLM
-) -> None:
+def test_leaving_early_keeps_text_and_ends_streams(session: ChatSession, llm: FakeLLM) -> None:
     deltas = session.ask("hi")
     next(deltas)
     deltas.close()
@@ -62,9 +60,7 @@ def test_set_reads_a_value_by_its_fields_type(
         ("logit_bias", "3"),
     ],
 )
-def test_settings_that_are_refused_change_nothing(
-    session: ChatSession, key: str, value: str
-) -> None:
+def test_refused_settings_change_nothing(session: ChatSession, key: str, value: str) -> None:
     before = session.params
     with pytest.raises(InvalidRequestError, match=key):
         session.set(key, value)

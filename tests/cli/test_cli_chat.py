@@ -154,9 +154,7 @@ def test_reasoning_is_shown_on_a_terminal_only(session: ChatSession, llm: FakeLL
     assert shown.index("hm hm") < shown.rindex("Hello there.")
 
 
-def test_the_command_reads_stdin(
-    fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_reads_stdin(fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("first \\\nsecond\n/quit\n"))
     seen = outcome("chat", "--temperature", "0.3")
     assert (seen.code, seen.out, seen.err) == (0, "Hello there.\n", "")

@@ -40,9 +40,7 @@ def test_command_line_before_environment_before_file(
     assert shown["serve"]["drain"] == {"value": 30.0, "origin": "default"}
 
 
-def test_paths_are_shown_as_texts(
-    file: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_shown_as_text(file: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the page too, which gets the same values."""
     monkeypatch.setenv("MLXINFER_SERVE_KEYS_FILE", str(file))
     monkeypatch.setenv("MLXINFER_SERVE_HOSTFILE", str(file))
@@ -88,7 +86,7 @@ def test_mistakes_are_wrong_usage(file: Path, outcome: Any) -> None:
         assert (ended.code, said in ended.err) == (2, True), setting
 
 
-def test_config_init_writes_a_file_that_holds(
+def test_init_writes_a_valid_file(
     outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = tmp_path / "new" / "config.toml"

@@ -48,9 +48,7 @@ def test_this_machine_can_be_examined(fake: FakeLLM, cache: Any) -> None:
         assert result.status in (OK, WARN, FAIL)
 
 
-def test_a_gpu_is_named_with_the_limits_of_its_command_buffers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_is_named_with_its_command_buffer_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M9"})
     monkeypatch.setenv(OPERATIONS_VARIABLE, "20")

@@ -24,7 +24,7 @@ def test_a_bug_is_named_and_said_to_be_one(fake: FakeLLM, outcome: Any) -> None:
     assert "Traceback" not in seen.err
 
 
-def test_the_traceback_can_be_had(
+def test_a_traceback_on_request(
     fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLXINFER_TRACEBACK", "1")
@@ -123,9 +123,7 @@ def test_an_error_is_said_in_words(
         assert fake.opened == []
 
 
-def test_a_user_without_a_home_lives_in_the_root(
-    outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_home_it_is_the_root(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(user: int) -> None:
         raise KeyError(user)
 

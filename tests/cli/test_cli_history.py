@@ -101,9 +101,7 @@ def test_chat_goes_on_with_the_newest_conversation_and_keeps_both(
     assert branch[-1].content
 
 
-def test_run_goes_on_with_the_newest_conversation(
-    fake: FakeLLM, outcome: Any, stored: History
-) -> None:
+def test_run_resumes_the_newest_conversation(fake: FakeLLM, outcome: Any, stored: History) -> None:
     assert outcome("run", "-c", "And an okapi?").code == 0
     sent: Any = fake.asked[-1][0]
     assert [m["content"] for m in sent][2:] == ["A striped animal.", "And an okapi?"]

@@ -69,7 +69,7 @@ def engine(entry: RegistryEntry) -> tuple[EngineOptions, str]:
         (["--max-batch", "2", "-m", "b=demo", "a=demo-draft"], ("a=demo-draft", "b=demo")),
     ],
 )
-def test_an_argument_is_a_model(
+def test_arguments_are_models(
     tmp_path: Path, arguments: list[str], models: tuple[str, ...]
 ) -> None:
     (empty := tmp_path / "empty.toml").touch()

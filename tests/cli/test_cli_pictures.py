@@ -107,7 +107,7 @@ def test_run_reads_a_picture_from_a_pipe(
     assert seeing.options[0]["images"] == [photo.read_bytes()]
 
 
-def test_run_names_the_picture_that_is_none(
+def test_run_names_a_bad_picture(
     seeing: FakeLLM, outcome: Any, photo: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "notes.png").write_text("no picture")

@@ -44,9 +44,7 @@ def test_options_reach_the_model(fake: FakeLLM, outcome: Any) -> None:
     ]
 
 
-def test_raw_and_base_models_get_the_text_as_it_is(
-    fake: FakeLLM, outcome: Any, tmp_path: Path
-) -> None:
+def test_raw_and_base_models_get_plain_text(fake: FakeLLM, outcome: Any, tmp_path: Path) -> None:
     outcome("run", "--raw", "Once upon")
     fake.model_info = FakeLLM(tmp_path / "base", template=False).model_info
     outcome("run", "a time")
@@ -127,9 +125,7 @@ def test_a_schema_is_a_file_or_json(fake: FakeLLM, outcome: Any, tmp_path: Path)
         assert form["json_schema"]["schema"] == schema
 
 
-def test_the_model_says_how_it_is_sampled_but_for_what_was_given(
-    fake: FakeLLM, outcome: Any
-) -> None:
+def test_the_model_sets_how_it_is_sampled_but_for_options(fake: FakeLLM, outcome: Any) -> None:
     fake.chat_params = SamplingParams(max_tokens=None, temperature=0.6, top_p=0.95)
     outcome("run", "--top-p", "0.5", "hi")
     assert fake.asked[0][1] == SamplingParams(max_tokens=None, temperature=0.6, top_p=0.5)

@@ -120,9 +120,7 @@ class SomethingElse(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     "says", [(200, "x-a", "b"), (404, "x-a", "b"), (302, "location", "/stolen")]
 )
-def test_another_program_at_the_address_is_recognised(
-    outcome: Any, says: tuple[int, str, str]
-) -> None:
+def test_another_program_there_is_recognised(outcome: Any, says: tuple[int, str, str]) -> None:
     SomethingElse.seen = []
     with HTTPServer(("127.0.0.1", 0), SomethingElse) as other:
         other.says = says  # type: ignore[attr-defined]
@@ -142,9 +140,7 @@ def test_durations_are_written_in_their_two_largest_units() -> None:
         assert duration(seconds) == text
 
 
-def test_a_certificate_of_ones_own_is_trusted_by_name(
-    outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_named_certificate_is_trusted(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     SomethingElse.seen = []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")

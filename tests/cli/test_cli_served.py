@@ -33,7 +33,6 @@ SCHEMA = json.dumps(
 )
 SAID = "answers from the server at"
 
-
 SWITCH = "{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
 
 
@@ -126,9 +125,7 @@ def test_an_answer_is_that_of_the_model_here(
     assert bool(both[0].get("reasoning")) is ("--think" in words)
 
 
-def test_a_served_model_is_not_loaded_here(
-    server: LiveServer, outcome: Any, loads: list[str]
-) -> None:
+def test_served_models_are_not_loaded(server: LiveServer, outcome: Any, loads: list[str]) -> None:
     assert outcome("run", "hi", "--max-tokens", "2").code == 0
     assert loads == []
     for words in (["--local"], ["--kv-bits", "8"], ["--adapter", "folder"], ["-m", "demo-draft"]):
@@ -136,9 +133,7 @@ def test_a_served_model_is_not_loaded_here(
     assert loads == ["demo", "demo", "demo", "demo-draft"]
 
 
-def test_a_server_may_be_named_by_its_address(
-    server: LiveServer, outcome: Any, loads: list[str]
-) -> None:
+def test_a_server_is_named_by_address(server: LiveServer, outcome: Any, loads: list[str]) -> None:
     seen = outcome("run", "hi", "-m", f"{server.url}/v1", "--max-tokens", "3")
     assert (seen.code, seen.out) == (0, "Hello! I\n")
     refused = outcome("run", "hi", "-m", server.url, "--kv-bits", "8")
@@ -225,9 +220,7 @@ def test_a_model_is_found_by_its_repository_and_its_folder(
     assert served_name(server.url, str(tmp_path)) is None
 
 
-def test_a_server_that_goes_away_is_said_in_one_sentence(
-    outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_server_is_one_sentence(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveServer() as running:
         monkeypatch.setattr(_open, "_served", lambda _: (running.url, "demo"))
         emitted = running.model.session.engine._loop._emit

@@ -68,9 +68,7 @@ def launchctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def test_install_writes_the_file_and_loads_it_in_launchd(
-    launchctl: Path, tmp_path: Path, outcome: Any
-) -> None:
+def test_install_writes_and_loads_the_file(launchctl: Path, tmp_path: Path, outcome: Any) -> None:
     ended = outcome("service", "install", "--", "--port", "9000")
     assert ended.code == 0, ended.err
     path = tmp_path / "Library" / "LaunchAgents" / f"{LABEL}.plist"
@@ -162,9 +160,7 @@ def test_uninstall_without_a_service(launchctl: Path, outcome: Any) -> None:
     assert "No service is installed" in outcome("service", "uninstall").err
 
 
-def test_service_fails_with_a_hint_outside_macos(
-    outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_macos_service_has_a_hint(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     ended = outcome("service", "install")
     assert (ended.code, "only macOS has" in ended.err) == (1, True)

@@ -183,9 +183,7 @@ def test_heads_of_models_that_mlx_lm_runs_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_broken_file_is_named_and_the_rest_is_shown(
-    broken: str, tmp_path: Path, outcome: Any
-) -> None:
+def test_a_broken_file_is_named_beside_the_rest(broken: str, tmp_path: Path, outcome: Any) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
     (folder / broken).write_bytes(b"\x00")
     shown = outcome("show", str(folder))

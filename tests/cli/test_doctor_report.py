@@ -152,9 +152,7 @@ def test_files_and_models_that_are_wrong_are_named_at_once(outcome: Any, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_measurements_that_are_late_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_late_measurements_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     extent = replace(small(monkeypatch), speed_s=-1)
     parts = _report.all_parts(extent, dict, None, tmp_path)
     report = run_parts(tmp_path / "out.json", {"speed of it": parts["speed of tiny, random"]})

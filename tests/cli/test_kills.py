@@ -267,7 +267,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.alike
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_killed_command_leaves_whole_files(
+def test_a_kill_leaves_whole_files(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     writer, rng, last = WRITERS[name], random.Random(f"{SEED} {name}"), -1

@@ -22,9 +22,7 @@ def text_of(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_it_names_the_turn_then_the_prompt_and_is_gone_at_the_first_word(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_names_turn_and_prompt_until_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_waiting, "PATIENCE_S", 0.0)
     console = screen()
     line = WaitingLine(console)

@@ -129,9 +129,7 @@ def checked(
     return compare_logits(sequences, folder / "kept", folder / "output", 10.0, 0.8)
 
 
-def test_another_token_where_the_sources_is_clear_does_not_pass(
-    tmp_path: Path, source_logits: np.ndarray
-) -> None:
+def test_another_clear_token_does_not_pass(tmp_path: Path, source_logits: np.ndarray) -> None:
     def flat_changed(logits: np.ndarray) -> np.ndarray:
         logits[1::2] = -logits[1::2]
         return logits

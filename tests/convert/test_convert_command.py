@@ -56,7 +56,7 @@ def test_a_dry_run_writes_nothing_and_is_right(
 
 
 @pytest.mark.parametrize("option", ["--target-bpw", "--learn"])
-def test_a_number_that_is_none_is_refused_by_name(
+def test_a_nan_is_refused_by_name(
     option: str, source: Path, tmp_path: Path, outcome: Outcome
 ) -> None:
     seen = outcome(source, tmp_path / "out", option, "nan")
@@ -95,9 +95,7 @@ def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> N
     assert seen.out.endswith(f"try it: mlxinfer run -m '{out}' \"Hello\"\n")
 
 
-def test_keep_format_alone_quantises_nothing(
-    source: Path, tmp_path: Path, outcome: Outcome
-) -> None:
+def test_keep_format_quantises_nothing(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     for options, format_of_matrix in (
         ((), "bfloat16"),
         (("--bits", 8, "--group-size", 32), "8bit-g32"),
@@ -108,9 +106,7 @@ def test_keep_format_alone_quantises_nothing(
         assert formats == {format_of_matrix}
 
 
-def test_quantize_tower_is_for_what_sees_pictures(
-    source: Path, tmp_path: Path, outcome: Outcome
-) -> None:
+def test_quantize_tower_is_for_vision(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     sees = seeing(tmp_path / "sees", "qwen3_vl")
     matrix = "vision_tower.merger.linear_fc1.weight"
     for options, expected in (((), "float32"), (("--quantize-tower", 8), "8bit-g64")):
@@ -124,9 +120,7 @@ def test_quantize_tower_is_for_what_sees_pictures(
     assert "no tower that is supported" in seen.err
 
 
-def test_the_summary_says_what_each_type_became(
-    source: Path, tmp_path: Path, outcome: Outcome
-) -> None:
+def test_the_summary_says_what_types_became(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     seen = outcome(source, tmp_path / "out", "--recipe", "8bit-g32", "--fast")
     assert "bf16 (16.00 bits) -> bfloat16 (16.00 bits): " in seen.out
     assert "bf16 (16.00 bits) -> 8bit-g32 (9.00 bits): " in seen.out

@@ -42,7 +42,7 @@ def test_the_source_is_no_target(source: Path, below: str) -> None:
 
 @pytest.mark.parametrize("run", [{}, {"resume": True}, {"restart": True}])
 @pytest.mark.parametrize("source", ["x.partial", "x.partial/inner"])
-def test_the_work_is_not_done_where_the_source_is(
+def test_the_work_is_not_done_in_the_source(
     tmp_path: Path, source: str, run: dict[str, bool]
 ) -> None:
     """`convert x.partial x` would work in x.partial, and delete it in the end."""
@@ -81,9 +81,7 @@ def test_the_work_needs_a_folder(source: Path, tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("resume", [True, False])
-def test_what_others_put_beside_the_work_stays(
-    source: Path, tmp_path: Path, monkeypatch, resume: bool
-) -> None:
+def test_files_of_others_stay(source: Path, tmp_path: Path, monkeypatch, resume: bool) -> None:
     interrupted(source, tmp_path / "out", monkeypatch)
     (tmp_path / "out.partial" / "notes").mkdir()
     (tmp_path / "out.partial" / "notes" / "diary.txt").write_text("dear diary")
@@ -102,9 +100,7 @@ def test_there_must_be_a_folder_to_put_it_into(source: Path, tmp_path: Path) -> 
         convert(source, tmp_path / "no" / "out")
 
 
-def test_no_room_is_seen_before_anything_is_written(
-    source: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_no_room_is_seen_before_the_writing(source: Path, tmp_path: Path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(
         "mlxinfer.convert.workplace.shutil.disk_usage", lambda _: usage._replace(free=1000)
@@ -161,7 +157,7 @@ def test_a_full_disk_costs_nothing_that_is_written(
     assert (len(written) < 70) == (writes == 40)
 
 
-def test_logits_do_not_fit_on_the_disk(
+def test_a_full_disk_for_logits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
@@ -233,9 +229,7 @@ def test_a_damaged_journal(source: Path, tmp_path: Path, monkeypatch, line: byte
 
 
 @pytest.mark.parametrize("entry", ['"error": {}', '"error": {"a": 1}, "checksums": []'])
-def test_a_damaged_entry_of_the_journal(
-    source: Path, tmp_path: Path, monkeypatch, entry: str
-) -> None:
+def test_a_damaged_journal_entry(source: Path, tmp_path: Path, monkeypatch, entry: str) -> None:
     interrupted(source, tmp_path / "out", monkeypatch)
     with (tmp_path / "out.partial" / "journal.jsonl").open("a") as journal:
         journal.write(f'{{"tensor": "model.norm.weight", {entry}}}\n')
@@ -244,9 +238,7 @@ def test_a_damaged_entry_of_the_journal(
 
 
 @pytest.mark.ci
-def test_the_sources_logits_are_damaged(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_logits(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(folder: Path) -> None:
         raise KeyboardInterrupt
 
@@ -326,7 +318,7 @@ def test_numbers_that_are_none_end_a_conversion(
 
 
 @pytest.mark.parametrize(("recipe", "dtype"), [("fp16", None), ("4bit-g32", "float16")])
-def test_numbers_that_16_bits_do_not_hold(
+def test_numbers_beyond_16_bits(
     source: Path, tmp_path: Path, recipe: str, dtype: str | None
 ) -> None:
     def enlarge(arrays: dict[str, mx.array]) -> None:

@@ -96,9 +96,7 @@ def test_keeping_formats_loses_next_to_nothing(tmp_path: Path, kind: Kind) -> No
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Kind.BF16, "bfloat16"), (Kind.F16, "float16")])
-def test_float32_norms_of_a_gguf_become_what_its_matrices_are(
-    tmp_path: Path, kind: Kind, dtype: str
-) -> None:
+def test_float32_norms_of_a_gguf_become_its_dtype(tmp_path: Path, kind: Kind, dtype: str) -> None:
     config = {**tiny_config("qwen3-v4"), "tie_word_embeddings": False}
     names = [n for n, v in as_llama_cpp(config, tiny_tensors(config)).items() if v.ndim == 2]
     source = write_gguf(tmp_path / "m.gguf", dict.fromkeys(names, kind))
@@ -130,9 +128,7 @@ def test_a_divergence_is_judged_by_the_bits_of_what_is_kept(tmp_path: Path) -> N
         ("nvfp4 g16 with a global scale", 4.5, "8bit-g32"),
     ],
 )
-def test_formats_that_mlx_lacks_are_kept_as_the_next_better(
-    stored: str, bits: float, form: str
-) -> None:
+def test_formats_that_mlx_lacks_are_kept_as_better(stored: str, bits: float, form: str) -> None:
     path, shape = "model.layers.0.mlp.up_proj", (64, 64)
     num_bytes = int(bits * 64 * 64 / 8)
     output = OutputTensor(f"{path}.weight", (path,), shape, "float32", stored, num_bytes)
@@ -182,9 +178,7 @@ def test_mlx_checkpoints_are_sources_too(tmp_path: Path, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("override", ["down_proj=8bit-g32", "o_proj=mxfp4"])
-def test_exceptions_that_a_config_leaves_out_are_refused_by_name(
-    tmp_path: Path, override: str
-) -> None:
+def test_exceptions_left_out_of_a_config_are_refused_by_name(tmp_path: Path, override: str) -> None:
     """8 bits in groups of 32 have the shapes of 4 in groups of 64 and twice the inputs."""
     sizes = {"intermediate_size": 64, "head_dim": 32}
     source = write_source(tmp_path / "plain", "qwen3-v4", changes=sizes)

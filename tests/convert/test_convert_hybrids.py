@@ -29,7 +29,6 @@ CASES = words("""
     llama4_text-v4 mistral4-v4 deepseek_v4-v4
 """)
 
-
 EIGHT_BITS = tuple(
     f"{name}.weight"
     for name in words("wq_a wq_b attn.wkv wo_a wo_b experts.w1 experts.w2 experts.w3")
@@ -95,9 +94,7 @@ def ahead(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 @pytest.mark.alike
 @pytest.mark.parametrize("case", ["qwen3_5_text-v4", "qwen3_5_moe_text-v4"])
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_what_predicts_further_ahead_is_kept_and_named(
-    case: str, prefix: str, tmp_path: Path
-) -> None:
+def test_heads_that_predict_ahead_are_kept(case: str, prefix: str, tmp_path: Path) -> None:
     whole = ahead(tensors_of(case))
     more = {prefix + name: array for name, array in whole.items()}
     source = write_source(tmp_path / "source", case, more=more)

@@ -38,7 +38,6 @@ FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3
             "cohere2-v4", "seed_oss-v4", "exaone4-v4", "ernie4_5-v4", "dots1-v4",
             "exaone_moe-v4", "laguna-v4", "mellum-v4")  # fmt: skip
 
-
 TARGETED = {"target_bpw": 7.5, "calibration": TEXT[:200]}
 QUICK = ("llama-v5", "qwen3_moe-v4", "gemma3_text-v4")  # a target in each family is slow
 REST = [case for case in FAMILIES if case not in QUICK]
@@ -52,9 +51,7 @@ CONVERSIONS = [
 
 @pytest.mark.alike
 @pytest.mark.parametrize(("case", "options"), CONVERSIONS)
-def test_mlx_lm_loads_it_and_answers_the_same(
-    tmp_path: Path, case: str, options: dict[str, object]
-) -> None:
+def test_mlx_lm_answers_the_same(tmp_path: Path, case: str, options: dict[str, object]) -> None:
     """One format for all matrices, or one for each."""
     source = write_source(tmp_path / "source", case)
     convert(source, tmp_path / "out", **options)
@@ -152,7 +149,6 @@ def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:
 
 
 SOFTCAP = {"final_logit_softcapping": None}  # which mlx-lm does not know
-
 
 INNER = "language_model."
 
@@ -430,9 +426,7 @@ def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
 @pytest.mark.alike
 @pytest.mark.parametrize("case", ["llama-v4", "qwen3-v4", "qwen3_moe-v4", "mistral-v4"])
 @pytest.mark.parametrize("calibration", [None, TEXT])
-def test_a_model_of_vectors_needs_no_output_matrix(
-    tmp_path: Path, case: str, calibration: str | None
-) -> None:
+def test_vectors_need_no_output_matrix(tmp_path: Path, case: str, calibration: str | None) -> None:
     changes = {"tie_word_embeddings": False}
     source = write_source(tmp_path / "source", case, changes=changes)
     tensors = dict(mx.load(str(source / "model.safetensors")))

@@ -29,9 +29,7 @@ def test_a_shorter_text_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert seconds(None) == 0 < times[0] < times[1] < times[2] < times[3] == times[4]
 
 
-def test_a_moment_in_which_the_machine_does_other_things_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_moment_of_a_busy_machine_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.25, 0.25, 0.375, 0.375, 0.75])
     clock = SimpleNamespace(process_time=lambda: next(times), perf_counter=lambda: next(times))
     monkeypatch.setattr(estimate, "time", clock)

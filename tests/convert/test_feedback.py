@@ -46,9 +46,7 @@ def found(matrix: Floats, form: MLXFormat, feedback: ErrorFeedback | None) -> Fl
 
 
 @pytest.mark.parametrize("form", [affine(2, 32), affine(4), affine(6, 128), *FLOATS.values()])
-def test_outputs_on_other_tokens_are_closer_than_by_rounding_to_the_nearest(
-    form: MLXFormat,
-) -> None:
+def test_outputs_on_other_tokens_are_closer_than_by_rounding(form: MLXFormat) -> None:
     x, matrix = inputs(3000, 128), values(40, 128)
     seen, unseen = x[:2000], x[2000:]
     feedback = make_feedback([seen.T @ seen], len(seen))

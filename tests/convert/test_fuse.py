@@ -49,9 +49,7 @@ def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
     ("case", "quantized"),
     [("qwen3-v4", True), ("qwen3_moe-v4", True), ("cohere2-v4", False), ("deepseek_v3-v4", True)],
 )
-def test_a_dense_fused_model_gives_the_adapters_logits(
-    tmp_path: Path, case: str, quantized: bool
-) -> None:
+def test_a_fused_model_has_the_adapters_logits(tmp_path: Path, case: str, quantized: bool) -> None:
     base = tiny_checkpoint(tmp_path / "base", case, quantize=QUANTIZED if quantized else None)
     adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1))
     out = fuse(base, adapter, tmp_path / "out", dense=True)
@@ -113,9 +111,7 @@ def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("means", ["all-linear", r".*\.(self_attn|mlp)\..*"])
-def test_a_config_that_fits_norms_and_scales_means_matrices_alone(
-    tmp_path: Path, means: str
-) -> None:
+def test_a_config_that_fits_norms_means_matrices_alone(tmp_path: Path, means: str) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
     drawn = draw(dense_tensors(base), 1)
     adapter = read_adapter(write_peft(tmp_path / "whole", drawn, target_modules=means))

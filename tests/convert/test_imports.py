@@ -78,9 +78,7 @@ def number_types(folder: Path) -> set[mx.Dtype]:
     return {array.dtype for array in mx.load(str(path)).values() if array.ndim > 1}
 
 
-def test_float32_is_kept_by_a_recipe_that_keeps_and_bfloat16_where_a_file_runs(
-    tmp_path: Path,
-) -> None:
+def test_float32_is_kept_by_keep_and_becomes_bfloat16_where_a_file_runs(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     config = {**tiny_config("qwen3-v4"), "vocab_size": len(TOKENS)}
     write_model(path, config, tiny_tensors(config, 0), tokenizer=TOKENIZER)
@@ -114,9 +112,7 @@ def unpacked(path: Path, name: str) -> Path:
     return path
 
 
-def test_the_tower_beside_a_file_is_imported_with_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tower_beside_it_is_imported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = unpacked(tmp_path / "a" / "see-Q8_0.gguf", "see-qwen3_vl-q8_0")
     blind = resolve(str(text), lambda *_: None)
     assert load(blind).tower is None
@@ -245,9 +241,7 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.9, 1.0])
-def test_an_interrupted_import_leaves_nothing(
-    tmp_path: Path, hub_cache: Path, share: float
-) -> None:
+def test_an_interrupt_leaves_nothing(tmp_path: Path, hub_cache: Path, share: float) -> None:
     path = write_file(tmp_path / "tiny.gguf")
 
     def interrupt(done: int, total: int) -> None:

@@ -70,9 +70,7 @@ def test_codes_stay_and_outputs_come_closer(
 
 
 @pytest.mark.ci
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while learning, and again while scales are put into the files."""
     source = write_source(tmp_path / "source", "llama-v4")
     convert(source, tmp_path / "undisturbed", "3bit-g32", learn_minutes=MINUTES, **OPTIONS)

@@ -65,9 +65,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[MeasuredUnit
 
 @pytest.mark.alike
 @pytest.mark.parametrize("case", SEEING_FAR)
-def test_texts_from_which_an_index_or_a_chunk_leaves_tokens_out_are_refused(
-    tmp_path: Path, case: str
-) -> None:
+def test_texts_of_which_an_index_or_chunk_skips_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(ConversionError, match="--calibration none"):
         calibrated(write_source(tmp_path / "m", case))
 
@@ -161,9 +159,7 @@ def test_costs_are_what_quantising_one_unit_does(
     assert unit.kl == pytest.approx(kl(reference, whole(folder)), rel=0.02)
 
 
-def test_errors_fall_with_bits_and_smaller_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_fall_with_bits_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = measured(write_source(tmp_path / "m", "llama-v4"), monkeypatch)
     assert len(report) == 3 * 6 + 2  # q, k, v, o, gate with up, down; embedding and head
     for unit in report:

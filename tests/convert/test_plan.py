@@ -161,7 +161,6 @@ def test_a_target_chooses_neither_for_routers_nor_for_what_was_said(tmp_path: Pa
 
 SAID = ConversionOptions(recipe=make_recipe("4bit"), calibration="text")
 
-
 OTHERS = [
     replace(SAID, recipe=make_recipe("8bit")),
     replace(SAID, recipe=make_recipe("4bit", group_size=32)),

@@ -178,9 +178,7 @@ def test_compressed_fp8_with_blocks(tmp_path: Path) -> None:
         (252, 7, False),
     ],
 )
-def test_mxfp4_that_is_not_finite_is_refused(
-    tmp_path: Path, byte: int, code: int, damaged: bool
-) -> None:
+def test_mxfp4_must_be_finite(tmp_path: Path, byte: int, code: int, damaged: bool) -> None:
     """One group of a matrix: E8M0's NaN, and powers of two that its codes carry beyond float32."""
     exponents = np.full((OUT, IN // 32), 120, np.uint8)
     exponents[7, 3] = byte

@@ -68,9 +68,7 @@ def with_tokenizer(folder: Path, config: dict[str, Any], arrays: dict[str, mx.ar
 
 @pytest.mark.alike
 @pytest.mark.parametrize("name", every(3, TEXTS))
-def test_a_file_of_the_converter_gives_the_logits_of_transformers(
-    tmp_path: Path, name: str
-) -> None:
+def test_converted_files_give_the_logits_of_transformers(tmp_path: Path, name: str) -> None:
     """Or those of the folder that it was made of, which is compared with transformers elsewhere."""
     source, case = open_gguf(unpacked(tmp_path, name)), CASES[name.rpartition("-")[0]]
     ids = np.random.default_rng(1).integers(3, source.config["vocab_size"], 24).tolist()
@@ -124,9 +122,7 @@ def test_a_reranker_without_what_comes_before_its_scores_is_refused(tmp_path: Pa
         open_gguf(unpacked(tmp_path, "pool-bert-scores-f32"))
 
 
-def test_a_file_that_mlx_lm_defines_is_imported_with_its_codes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlx_lms_models_keep_their_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = import_gguf(unpacked(tmp_path, "apertus-q8_0"))
     write_tokenizer(folder)

@@ -120,7 +120,6 @@ EXPRESSIONS = {
     ),
 }  # fmt: skip
 
-
 BY_VOCABULARY = ("falcon", "default")  # llama.cpp's vocabularies try these
 
 
@@ -322,9 +321,7 @@ def test_the_question_of_a_reranker_is_its_template() -> None:
         assert template.render(messages=messages) == f"{JUDGE}{asked}{JUDGED}"
 
 
-def test_unknown_tokenizers_are_refused_before_anything_is_read(
-    tmp_path: Path, trained: Any
-) -> None:
+def test_unknown_tokenizers_are_refused_before_reading(tmp_path: Path, trained: Any) -> None:
     metadata = as_metadata(trained["qwen2"], "qwen2")
     for change, message in (({"pre": "klingon"}, "klingon"), ({"model": "rwkv"}, "rwkv")):
         with pytest.raises(UnsupportedModelError, match=message):

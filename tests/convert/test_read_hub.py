@@ -86,9 +86,7 @@ def test_side_files_come_from_the_repository(served: StandIn) -> None:
     assert path.read_text() == "{}"
 
 
-def test_files_of_a_gguf_repository_are_chosen_by_their_quantisation(
-    served: StandIn, tmp_path: Path
-) -> None:
+def test_gguf_files_are_chosen_by_their_quantisation(served: StandIn, tmp_path: Path) -> None:
     config = tiny_config("qwen3-v4")
     tensors = tiny_tensors(config)
     (tmp_path / "gguf").mkdir()

@@ -51,9 +51,7 @@ def awq_config(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("version", "layout"), [("gemm", awq_gemm), ("gemv", awq_gemv)])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_awq_equals_its_fp16_kernel(
-    tmp_path: Path, version: str, layout: Any, group_size: int
-) -> None:
+def test_awq_equals_its_kernel(tmp_path: Path, version: str, layout: Any, group_size: int) -> None:
     codes, zeros, scales = numbers(4, group_size)
     config = awq_config(version=version, group_size=group_size)
     source = opened(tmp_path, layout(codes, zeros, scales), config)
@@ -191,9 +189,7 @@ def test_symmetric_codes_with_other_zeros_contradict_themselves(tmp_path: Path) 
 @pytest.mark.parametrize(
     "stated", [{"format": "gptq_v2"}, {"format": "gptq_v2", "checkpoint_format": "gptq_v2"}]
 )
-def test_gptq_v2_is_read_as_such_wherever_it_is_stated(
-    tmp_path: Path, stated: dict[str, str]
-) -> None:
+def test_gptq_v2_is_recognised_wherever_stated(tmp_path: Path, stated: dict[str, str]) -> None:
     codes, zeros, scales = numbers(4, 64)
     group_of = np.arange(IN) // 64
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, **stated}

@@ -66,9 +66,7 @@ class Recorder:
 
 @pytest.mark.alike
 @pytest.mark.parametrize("guesses", [False, True])
-def test_every_row_of_a_step_has_its_sequences_adapter(
-    guesses: bool, folders: dict[str, Path]
-) -> None:
+def test_each_row_has_its_sequences_adapter(guesses: bool, folders: dict[str, Path]) -> None:
     """Prompts of distinct tokens, so that ids tell the rows apart, and answers kept within them."""
     vocabulary = {None: range(10, 30), "first": range(30, 60), "second": range(60, 95)}
     harness = Harness(
@@ -113,9 +111,7 @@ def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
     assert len({page.ids[0] for page in firsts}) == len(firsts) == len(namespaces)
 
 
-def test_prompts_that_wait_for_another_wait_within_their_adapter_only(
-    folders: dict[str, Path],
-) -> None:
+def test_prompts_wait_for_others_of_their_adapter_only(folders: dict[str, Path]) -> None:
     harness = Harness(tiny_model(CASE, quantized=True), adapters=folders, prefill_chunk=2 * PAGE)
     for name in NAMES:
         harness.add(name, prompt(8 * PAGE), SamplingParams(max_tokens=2), adapter=name)
@@ -172,9 +168,7 @@ def test_a_load_that_the_end_of_the_engine_cuts_short(folders: dict[str, Path]) 
     loading.close()
 
 
-def test_a_request_that_was_checked_before_an_adapter_took_its_room(
-    folders: dict[str, Path],
-) -> None:
+def test_a_request_checked_before_an_adapter_took_its_room(folders: dict[str, Path]) -> None:
     harness = Harness(load(base(CASE)), kv_budget_bytes=2 << 20)
     loop, room = harness.loop, harness.loop.cache.max_tokens
     long = Request("long", prompt(room - 1), SamplingParams(max_tokens=1), frozenset())
@@ -196,9 +190,7 @@ def test_a_request_that_was_checked_before_an_adapter_took_its_room(
 
 
 @requires_compiler
-def test_adapters_come_and_go_beside_the_kernel_of_gate_and_up(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_beside_the_gate_and_up_kernel(folders: dict[str, Path], tmp_path: Path) -> None:
     """While a projection is adapted it is used as it is; once it is not, the kernel is back."""
     kinds = ("gate_up",)
     machine = MetalCPU(seed=1)

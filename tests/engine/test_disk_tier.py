@@ -202,9 +202,7 @@ DAMAGES = (truncate, flip, Path.unlink)
 
 
 @pytest.mark.parametrize(("case", "damage"), [*zip(CASES, DAMAGES, strict=True)])
-def test_damaged_files_cost_a_miss(
-    case: str, damage: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_damage_costs_a_miss(case: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
     shared = prompt(100)
     earlier = on_disk(tmp_path, case)
     answer(earlier, shared)

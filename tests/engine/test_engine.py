@@ -176,7 +176,7 @@ def test_requests_that_end_in_the_step_of_a_fault_get_their_last_event(engine: E
     assert len(tokens(seen["constrained"])) == 4
 
 
-def test_a_listener_that_raises_ends_its_own_request(
+def test_a_listeners_error_ends_its_request(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def raise_always(event: TokenEvent) -> None:
@@ -267,9 +267,7 @@ def test_a_request_submitted_while_the_engine_closes_is_answered(times: int) -> 
     assert len(collect(events, accepted)) == accepted
 
 
-def test_a_thread_that_cannot_start_is_an_error_of_the_constructor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_cannot_start_fails_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

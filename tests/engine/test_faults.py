@@ -127,9 +127,7 @@ def plain_answer(length: int) -> list[int]:
     late=st.integers(0, 12),
 )
 @settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "6")))
-def test_a_failed_step_fails_its_requests_only(
-    at: int, reading: bool, launch_ahead: bool, late: int
-) -> None:
+def test_failed_steps_fail_their_own(at: int, reading: bool, launch_ahead: bool, late: int) -> None:
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, launch_ahead=launch_ahead, max_batch=2)
     (break_read if reading else break_launch)(harness, at)

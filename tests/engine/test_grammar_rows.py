@@ -31,9 +31,7 @@ def run_one(
         (7, {"stop_ids": frozenset([1]), "min_tokens": 20}, FinishReason.STOP),
     ],
 )
-def test_a_finished_grammar_ends_the_answer(
-    length: int, how: dict[str, Any], reason: FinishReason
-) -> None:
+def test_a_finished_grammar_ends(length: int, how: dict[str, Any], reason: FinishReason) -> None:
     outcome = run_one(FakeGrammar(length=length), **how)
     assert (len(outcome.token_ids), outcome.reason) == (7, reason)
 
@@ -68,9 +66,7 @@ def test_a_bias_does_not_lift_what_the_grammar_forbids() -> None:
         (FakeGrammar(), frozenset(range(96)), "min_tokens is 20"),
     ],
 )
-def test_a_dead_end_fails_its_request_only(
-    grammar: FakeGrammar, stop_ids: frozenset[int], words: str
-) -> None:
+def test_a_dead_end_fails_one(grammar: FakeGrammar, stop_ids: frozenset[int], words: str) -> None:
     harness = Harness(tiny_model(CASE, quantized=True), max_batch=4)
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=5, min_tokens=20)
     harness.add("before", prompt(30), params, grammar=FakeGrammar(1))

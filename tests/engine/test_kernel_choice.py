@@ -79,9 +79,7 @@ def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
     return Chosen(Kernels(uses, chooser, **how), layers, sampler)
 
 
-def test_before_the_first_step_only_what_decode_needs_is_checked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_before_the_first_step_only_decode_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = RecordingChooser()
     chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
     kernels, sampler = chosen.kernels, chosen.sampler
@@ -148,9 +146,7 @@ def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch)
     assert len(chooser.calls) == 2
 
 
-def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_an_answer_asks_for_is_checked_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     model, running, idle = wide_model(monkeypatch), threading.Event(), threading.Event()
 
     def choose(variants: Sequence[Variant]) -> Mapping[Variant, Loads]:
@@ -183,9 +179,7 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
         engine.close()
 
 
-def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_waiting_to_check_kernels_can_close(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ended = wide_model(monkeypatch), threading.Event()
     monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: RecordingChooser(DECODE))
     monkeypatch.setattr(engine_module, "IDLE_S", 60.0)

@@ -237,9 +237,7 @@ def test_any_way_may_be_the_fastest(
     "kv",
     [pytest.param(KVOptions(), marks=CI), *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR))],
 )
-def test_keys_in_values_on_kernels_as_in_plain_mlx(
-    kv: KVOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_in_values_as_in_plain_mlx(kv: KVOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {**CASES["gemma4_text-v4"], "global_head_dim": 256, "enable_moe_block": False}
     monkeypatch.setitem(CASES, "gemma4_text-v4", sizes)
     model = wide_model(monkeypatch, "gemma4_text-v4")
@@ -266,9 +264,7 @@ def test_keys_in_values_on_kernels_as_in_plain_mlx(
 @pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("kv", [KVOptions(), pytest.param(EIGHT, marks=CI)])
-def test_mixed_streams_and_latent_attention_with_an_index_on_kernels_as_in_plain_mlx(
-    kv: KVOptions,
-) -> None:
+def test_mixed_streams_and_indexed_latent_attention_as_in_plain_mlx(kv: KVOptions) -> None:
     """Up to 23 tokens all are seen, and the kernel attends; then blocks are chosen."""
     config, tensors = CASES["glm5_next_text-v4"], tiny_tensors(CASES["glm5_next_text-v4"])
     for name, tensor in tensors.items():
@@ -297,9 +293,7 @@ def test_mixed_streams_and_latent_attention_with_an_index_on_kernels_as_in_plain
         KVOptions(window=24, sinks=3),
     ],
 )
-def test_latent_attention_on_its_kernel_as_in_plain_mlx(
-    kv: KVOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latent_attention_as_in_plain_mlx(kv: KVOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
     sizes |= {"qk_nope_head_dim": 64, "v_head_dim": 64}
     monkeypatch.setitem(CASES, "wide", {**CASES["deepseek_v3-v4"], **sizes})

@@ -180,9 +180,7 @@ def test_constant_vectors_come_back_as_they_were(value: float) -> None:
 
 
 @pytest.mark.parametrize(("bits", "per_number"), [((8, 8), 8.5), ((8, 4), 6.5), ((4, 4), 4.5)])
-def test_pages_take_the_bytes_of_their_format(
-    bits: tuple[int | None, int | None], per_number: float
-) -> None:
+def test_pages_take_their_bytes(bits: tuple[int | None, int | None], per_number: float) -> None:
     specs = [KVSpec(2, 64, 64)] * 3
     cache = KVCache(
         lay_out(specs, KVOptions(bits=bits), dtype=mx.float32, key_bias=False),
@@ -217,9 +215,7 @@ def laid_out(
         (KVSpec(2, 64, 64, turning=32), False, False),  # one vector is the key and its value
     ],
 )
-def test_keys_of_8_bits_are_rotated_where_they_can_be(
-    spec: KVSpec, key_bias: bool, rotates: bool
-) -> None:
+def test_8_bit_keys_are_rotated_where_possible(spec: KVSpec, key_bias: bool, rotates: bool) -> None:
     (layer,) = lay_out([spec], KVOptions(bits=(8, 8)), dtype=mx.float32, key_bias=key_bias)
     assert [fmt.rotates for fmt in layer.formats] == [rotates] * 2, "they share arrays"
     if not spec.turning:

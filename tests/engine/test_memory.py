@@ -310,9 +310,7 @@ def test_pages_that_larger_arrays_replaced_are_freed(monkeypatch: pytest.MonkeyP
     assert len(cleared) > before
 
 
-def test_buffers_of_prompts_are_freed_once_no_prompt_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_buffers_of_prompts_are_freed_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX keeps them for reuse; on Metal they are as large as the largest step."""
     harness, cleared = Harness(tiny_model("qwen3-v4"), prefill_chunk=64, prefix_cache=False), []
     params = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -145,7 +145,7 @@ def test_one_page_is_not_looked_for(bench: Bench) -> None:
         (0, WINDOWED, []),
     ],
 )
-def test_a_lost_page_ends_the_chain(
+def test_a_lost_page_ends_it(
     number: int, group: int, expected: list[list[int]], bench: Bench
 ) -> None:
     bench.lose(number, group)

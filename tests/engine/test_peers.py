@@ -282,9 +282,7 @@ FAULTS = ("drop", "delay", "corrupt", "cut", "noise", "claim", "replay", "impers
 
 
 @pytest.mark.parametrize("case", alike(CASES))
-def test_whatever_peers_do_tokens_are_those_of_computing_alone(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_peers_do_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(peers, "MAX_PAUSE_S", 0.0)
     monkeypatch.setattr(peers, "BATCH_BYTES", 1 << 17)
@@ -326,9 +324,7 @@ def test_a_silent_peer_costs_one_bounded_wait(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("path", ["held", "entries"])
-def test_a_peer_that_drips_costs_one_bounded_wait(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_peer_costs_one_bounded_wait(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "UNMEASURED_S", 1.0)
 
     def fault(asked: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
@@ -406,9 +402,7 @@ def test_endless_bytes_are_read_no_further_than_what_was_asked_for() -> None:
     assert num_sent < peers.MAX_HEAD_BYTES + (16 << 20), "what the system's buffers take"
 
 
-def test_one_request_gets_no_more_pages_than_it_may_ask_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_gets_no_more_pages_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine("qwen3-v4") as made:
         pages = PageServer(made.call)
         pages.namespace()

@@ -287,9 +287,7 @@ class Clock:
     ("slice_s", "most_s", "pieces"),
     [(None, inf, 1), (0.25, inf, 2), (0.45, inf, 4), (0.45, 0.25, 2), (0.45, -1, 1)],
 )
-def test_a_slice_ends_before_a_piece_that_would_end_too_late(
-    slice_s: float | None, most_s: float, pieces: int
-) -> None:
+def test_a_slice_ends_before_late_ones(slice_s: float | None, most_s: float, pieces: int) -> None:
     tower = RandomTower(64)
     clock = Clock(0.1)
     features = PictureFeatures(

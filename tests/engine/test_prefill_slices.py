@@ -128,9 +128,7 @@ class Bench:
 
 
 @pytest.mark.parametrize(("chip", "model"), CASES)
-def test_a_stream_waits_for_a_slice_at_most_while_a_long_prompt_is_computed(
-    chip: str, model: str
-) -> None:
+def test_a_stream_waits_for_one_slice_of_a_long_prompt_at_most(chip: str, model: str) -> None:
     bench = Bench(chip, model)
     bench.add("stream", 600, max_tokens=10_000)
     bench.until("stream")
@@ -189,7 +187,7 @@ class MicroBatchBench(Bench):
 @pytest.mark.alike
 @pytest.mark.parametrize("num_streams", [1, 8])
 @pytest.mark.parametrize("slowness", [(1, 1), (1, 1, 1, 1), (1, 1, 2)])
-def test_stages_are_busy_with_micro_batches_and_a_slice_is_what_all_take(
+def test_stages_are_busy_and_a_slice_is_what_all_take(
     slowness: tuple[float, ...], num_streams: int
 ) -> None:
     """While streams run (one alone: one stage at a time), and a long prompt beside them."""
@@ -243,9 +241,7 @@ def test_stages_are_busy_where_all_steps_verify_proposals(num_stages: int) -> No
 @pytest.mark.alike
 @pytest.mark.parametrize("slowness", [(1, 3), (1, 1, 1, 1)])
 @pytest.mark.parametrize(("chip", "model"), CASES)
-def test_a_slice_is_what_all_stages_take(
-    chip: str, model: str, slowness: tuple[float, ...]
-) -> None:
+def test_slices_are_what_stages_take(chip: str, model: str, slowness: tuple[float, ...]) -> None:
     """Also behind a long prompt alone, of which rank 0 sees its own part in time only."""
     bench = MicroBatchBench(chip, model, slowness=slowness, num_stages=len(slowness))
     bench.add("first", 12_000)
@@ -478,9 +474,7 @@ class SimulatedStep(Launched):
 
 
 @pytest.mark.parametrize("backlog_s", [0.0, 0.1, 10.0])
-def test_steps_are_timed_by_their_own_ends_whenever_they_are_read(
-    backlog_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_timed_by_their_ends(backlog_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     device, stream_s = SimulatedDevice(backlog_s), []
 
     def take(events: list[TokenEvent]) -> None:

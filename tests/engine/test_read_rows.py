@@ -132,9 +132,7 @@ class Damaged:
         return Damaged(self.base.some_outputs(outputs))
 
 
-def test_keys_that_are_no_numbers_end_a_request_though_no_row_sees_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unseen_keys_that_are_no_numbers_end_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The windows of 8 hide them from all rows that are read; a page would keep them."""
     model = tiny_model("mistral-v4", quantized=True)
     args = model.layers[-1].mixer.args

@@ -41,9 +41,7 @@ def idle(chip: str, model: str) -> tuple[float, float]:
 @pytest.mark.parametrize("prompts", [0, 40])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_tokens_of_a_light_tenant_come_as_its_share_says(
-    chip: str, model: str, prompts: int
-) -> None:
+def test_tokens_of_a_light_tenant_follow_its_share(chip: str, model: str, prompts: int) -> None:
     """The first within twice its idle time and a slice, the others within 1.5 of an equal share.
 
     An equal share is half of the machine, so twice the time between tokens. A step has a row of
@@ -76,9 +74,7 @@ class NoGpu(Bench):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40])
-def test_a_page_that_takes_far_longer_than_an_answer_is_computed_bit_by_bit(
-    max_tokens: int,
-) -> None:
+def test_a_page_far_slower_than_an_answer_is_computed_bit_by_bit(max_tokens: int) -> None:
     """Beside documents of another tenant, with short answers or with none."""
     bench = NoGpu("M5", "4B", max_batch=64)
     for i in range(30):

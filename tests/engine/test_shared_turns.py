@@ -64,9 +64,7 @@ class Shared:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_first_token_waits_for_one_running_step(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_token_waits_for_one_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for another one that was launched behind it, where rows take most of a slice."""
     rnd, late = random.Random(seed), 0
     row_s, num_prompt = rnd.uniform(0.012, 0.03), 8
@@ -88,9 +86,7 @@ def test_a_first_token_waits_for_one_running_step(
 
 
 @pytest.mark.parametrize("propose_s", [0.0, 0.1])
-def test_the_time_of_proposals_is_a_part_of_the_step(
-    propose_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proposals_count_as_step_time(propose_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a long prompt, gaps of an answer are within a slice."""
     shared = Shared(monkeypatch, 0, propose_s=propose_s)
     shared.add("light", 4, 3000, LIGHT)

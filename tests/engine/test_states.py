@@ -121,9 +121,7 @@ def test_prompts_that_wait_for_a_common_beginning_resume_behind_it(model: Model)
     assert [outcomes[str(i)].cached_tokens for i in range(3)] == [0, 48, 48]
 
 
-def test_a_long_prompt_leaves_a_rolling_snapshot(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_leave_a_snapshot(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "ROLLING_TOKENS", 32)
     harness = Harness(model, prefill_chunk=64)
     harness.add("gone", prompt(200), TEN)

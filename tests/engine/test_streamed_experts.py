@@ -132,7 +132,7 @@ def test_streamed_tokens_equal_resident_tokens(data: st.DataObject) -> None:
         ],
     ),
 )
-def test_logits_are_bit_for_bit_the_resident_ones(
+def test_logits_are_the_resident_ones(
     case: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long chunks go in waves, short ones do not: the same sums in the same order."""
@@ -188,9 +188,7 @@ def test_a_file_that_became_shorter_ends_requests_and_no_others() -> None:
         harness.loop.close()
 
 
-def test_a_read_that_cannot_begin_leaves_no_slot_with_other_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_read_that_cannot_begin_leaves_no_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     case, ids, params = "mixtral-v4", prompt(8, 1), SamplingParams(max_tokens=6)
     harness = Harness(streamed(checkpoint(case, stacks=True), 3), prefix_cache=False)
     submit, calls = ThreadPoolExecutor.submit, iter(range(1000))

@@ -139,9 +139,7 @@ def plain_answers() -> dict[str, list[int]]:
     at=st.integers(1, 12), reading=st.booleans(), late=st.integers(0, 6), seed=st.integers(0, 99)
 )
 @settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "6")))
-def test_a_failed_verification_fails_its_requests_only(
-    at: int, reading: bool, late: int, seed: int
-) -> None:
+def test_failed_verification_fails_its_own(at: int, reading: bool, late: int, seed: int) -> None:
     model = tiny_model(CASE, quantized=True)
     params = replace(DRAWN, max_tokens=20)
     plains = plain_answers()

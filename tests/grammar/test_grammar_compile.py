@@ -39,7 +39,6 @@ PERSON = {
 }
 SLOW = json_schema({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijkl"]})
 
-
 TEXTS: tuple[tuple[GrammarSpec, list[str], list[str]], ...] = (  # what matches, and what does not
     (
         json_schema(PERSON),
@@ -175,9 +174,7 @@ def test_a_large_grammar_is_killed_and_the_next_one_compiles() -> None:
     checker.close()
 
 
-def test_grammars_wait_for_as_long_as_the_process_takes_to_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_grammars_wait_for_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A slow start, as on a cold disk, takes longer than a grammar may."""
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\nsleep 2\nexec {sys.executable} "$@"\n')
@@ -192,9 +189,7 @@ def test_grammars_wait_for_as_long_as_the_process_takes_to_start(
     checker.close()
 
 
-def test_a_wait_for_the_checker_ends_with_its_caller_or_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wait_for_the_checker_ends_with_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     checker, has_left = CheckProcess(), threading.Event()
     with checker._turn, ThreadPoolExecutor(1) as threads:
         monkeypatch.setattr(killable, "MAX_WAITING", 0)

@@ -119,7 +119,6 @@ def test_values_and_names_are_no_schemas() -> None:
 
 LARGE = 2**53
 
-
 OTHER_NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"const": 1234567890123456789}, "at /const: 1234567890123456789 has more digits"),
     ({"const": 10**6000}, "at /const: a very large int"),

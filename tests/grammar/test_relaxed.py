@@ -69,7 +69,6 @@ def test_what_masks_cannot_hold_is_checked(
 CAT: Any = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG: Any = {"type": "object", "properties": {"kind": {"enum": ["dog"]}}, "required": ["kind"]}
 
-
 MAY_BE_CHECKED: list[tuple[Any, bool]] = [
     (AGES, False),
     (PAIR, False),

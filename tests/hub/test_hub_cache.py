@@ -34,9 +34,7 @@ def test_the_bundled_model_needs_no_network(bundled: Path) -> None:
         hub.resolve("demo-draft")
 
 
-def test_an_existing_folder_is_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_folders_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     (tmp_path / "org/mine").mkdir(parents=True)
     assert hub.resolve(str(tmp_path / "org/mine")) == tmp_path / "org/mine"
     monkeypatch.chdir(tmp_path)
@@ -223,9 +221,7 @@ def test_remove_an_interrupted_download(standin: StandIn) -> None:
     "locked", ["models--org--tiny/blobs/abc.incomplete", ".locks/models--org--tiny/abc.lock"]
 )
 @pytest.mark.parametrize("name", ["org/tiny", "org/tiny@main"])
-def test_remove_waits_for_a_download_to_end(
-    standin: StandIn, cache: Path, locked: str, name: str
-) -> None:
+def test_remove_waits_for_downloads(standin: StandIn, cache: Path, locked: str, name: str) -> None:
     hub.pull("org/tiny")
     (cache / locked).parent.mkdir(parents=True, exist_ok=True)
     with (cache / locked).open("ab") as other:
@@ -237,9 +233,7 @@ def test_remove_waits_for_a_download_to_end(
 
 
 @pytest.mark.parametrize("torn", [b"", b"\0" * 40, b"\xff\xfe", b"../../elsewhere\n"])
-def test_a_reference_that_a_power_cut_tore_hides_no_model(
-    standin: StandIn, cache: Path, torn: bytes
-) -> None:
+def test_a_torn_reference_hides_no_model(standin: StandIn, cache: Path, torn: bytes) -> None:
     hub.pull("org/tiny")
     (cache / "models--org--tiny/refs/main").write_bytes(torn)
     (cache / "models--org--empty/refs").mkdir(parents=True)

@@ -59,9 +59,7 @@ def downloaded(folder: Path) -> set[str]:
         ("/m-Q8_0-00002-of-00002.gguf", Q8_0),
     ],
 )
-def test_the_file_that_is_named_is_downloaded_alone_and_once(
-    served: StandIn, wanted: str, files: set[str]
-) -> None:
+def test_the_named_file_is_downloaded_once(served: StandIn, wanted: str, files: set[str]) -> None:
     name, path_of_first = f"org/m-GGUF{wanted}", min(files)
     files = {*files, TOWER}
     plan = hub.plan_pull(name)
@@ -114,21 +112,17 @@ def test_a_bare_name_means_the_best_that_fits(
         ("gemma-3-4b-it-Q4_K_M.gguf", ["mmproj-gemma-3-12b-it-f16.gguf"], None),
     ],
 )  # fmt: skip
-def test_a_tower_is_that_of_the_models_name(
-    model: str, names: list[str], chosen: str | None
-) -> None:
+def test_a_tower_has_the_models_name(model: str, names: list[str], chosen: str | None) -> None:
     assert choose_projector(model, names) == chosen
 
 
-def test_full_precision_is_taken_where_there_is_nothing_else(
-    served: StandIn, room: Callable[[int], None]
-) -> None:
+def test_full_precision_is_the_last_choice(served: StandIn, room: Callable[[int], None]) -> None:
     room(100)
     served.repos["org/full"] = Repo({"m-F16.gguf": b"GGUF" + bytes(100)})
     assert hub.locate("org/full").name == "m-F16.gguf"
 
 
-def test_what_does_not_fit_or_is_not_there_is_refused_before_a_download(
+def test_what_does_not_fit_is_refused_before_a_download(
     served: StandIn, room: Callable[[int], None]
 ) -> None:
     room(3)

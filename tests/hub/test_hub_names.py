@@ -44,9 +44,7 @@ def test_a_name_that_is_accepted_stays_inside_the_cache(name: str) -> None:
     assert inside.is_relative_to(cache_folder().resolve())
 
 
-def test_the_cache_is_where_huggingface_hub_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_huggingface_hubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

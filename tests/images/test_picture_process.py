@@ -58,9 +58,7 @@ def test_a_picture_is_the_same_as_without_a_process(processor: ImageProcessor) -
             assert np.array_equal(tile.patches, other.patches)
 
 
-def test_a_picture_that_takes_long_is_refused_and_the_next_one_read(
-    processor: ImageProcessor,
-) -> None:
+def test_a_slow_picture_is_refused_and_the_next_one_read(processor: ImageProcessor) -> None:
     with pytest.raises(PictureError, match="takes more than 1 s of CPU time") as caught:
         ready(NEVER, processor, seconds=1.0)
     assert caught.value.param == "image"

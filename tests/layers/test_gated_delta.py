@@ -40,9 +40,7 @@ def mixer_of(dtype: mx.Dtype = mx.float32) -> GatedDeltaNet:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_recurrence_of_mlx_is_compared_with_its_own_steps(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlxs_recurrence_equals_its_steps(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU they are the same bits; what is another is seen."""
     shape = DeltaShape(2, 8, 4, 5, 9, masked=masked)
     assert difference(shape) == 0

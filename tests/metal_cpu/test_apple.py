@@ -16,9 +16,7 @@ if sys.argv[1] == "-std=metal4.0" and "bitmask" in text.lower():
 
 
 @requires_compiler
-def test_each_library_is_compiled_as_each_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_compile_as_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {name: apple.KINDS[name] for name in ("bitmask", "mixing")}
     monkeypatch.setattr(apple, "KINDS", kinds)
     compiler = tmp_path / "compiler.py"

@@ -135,9 +135,7 @@ def test_kernels_of_mlx_pass(headers: Sequence[str], function: str, instance: st
 
 
 @pytest.mark.parametrize(("headers", "function", "instance"), every(4, LARGE_KERNELS_OF_MLX))
-def test_large_kernels_of_mlx_have_sound_address_spaces(
-    headers: Sequence[str], function: str, instance: str
-) -> None:
+def test_large_kernels_are_sound(headers: Sequence[str], function: str, instance: str) -> None:
     """They are C++17, which `lint` refuses."""
     assert not refused(kernel_of_mlx(headers, function, instance))
 
@@ -164,9 +162,7 @@ SOUND_TEXTS = [
     "struct B { float a; static float of(float x) { return x; } B(float x) : a(x) {} };",
 ]
 
-
 SOUND_TEXTS += ["METAL_FUNC float h(int a, bfloat b) { return float(a * b); }"]
-
 
 SOUND_REFERENCES = [
     "struct P { float a; }; METAL_FUNC float h(const thread P& p) { return p.a; }\n"

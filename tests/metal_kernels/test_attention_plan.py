@@ -76,9 +76,7 @@ def test_a_long_sequence_is_split_and_a_full_batch_is_not() -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 8), st.none() | st.integers(1, 120), st.integers(0, 40))
-def test_blocks_hold_all_that_is_seen(
-    start: int, queries: int, window: int | None, sinks: int
-) -> None:
+def test_blocks_hold_all_seen(start: int, queries: int, window: int | None, sinks: int) -> None:
     seen_by = AttentionWindow(window, sinks if window is not None else 0)
     stop = start + queries
     sink_blocks, gap, num_blocks = (

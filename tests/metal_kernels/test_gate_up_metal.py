@@ -104,9 +104,7 @@ def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
 @pytest.mark.slow  # some 5 s of a processor each
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("codes", [*CODES, PLAIN], ids=str)
-def test_every_format_activation_and_number_of_rows(
-    codes: tuple[int, int], dtype: mx.Dtype
-) -> None:
+def test_formats_activations_and_numbers_of_rows(codes: tuple[int, int], dtype: mx.Dtype) -> None:
     rng = np.random.default_rng([SEED, *codes, dtype.size])
     for function in FUNCTIONS:
         sizes = {"in_dims": (codes[1] or 8) * int(rng.integers(1, 24)), "inner": 8}

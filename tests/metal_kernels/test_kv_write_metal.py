@@ -158,9 +158,7 @@ def turned(x: mx.array, positions: mx.array, turning: int) -> mx.array:
     ("dim", "bits", "turning"),
     [(64, (None, None), 64), (80, (4, 8), 40), (128, (8, 4), 128), (96, (4, 4), 96)],
 )
-def test_twin_does_what_the_layers_and_formats_do(
-    dim: int, bits: tuple[Bits, Bits], turning: int
-) -> None:
+def test_twin_does_what_the_layers_do(dim: int, bits: tuple[Bits, Bits], turning: int) -> None:
     heads = heads_of(dim, bits=bits, turning=turning)
     qkv, positions = tokens_of(heads, 7)
     twin = twin_of(qkv, positions, heads)

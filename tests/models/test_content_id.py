@@ -99,9 +99,7 @@ def test_memory_is_shared_and_bounded(
     assert hashed[4:] == ["config.json", "config.json", "model.safetensors"]
 
 
-def test_chunks_of_all_files_are_hashed_by_several_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_hashed_by_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest of a file does not depend on the others, nor on the number of threads."""
     monkeypatch.setattr(identity, "CHUNK_BYTES", 10_000)
     paths = []
@@ -125,9 +123,7 @@ def test_chunks_of_all_files_are_hashed_by_several_threads(
     assert len(threads) == 3
 
 
-def test_a_thread_that_fails_leaves_no_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_thread_leaves_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(100))
     right, caller = identity._hash_chunk, threading.current_thread()
@@ -147,7 +143,7 @@ def test_a_thread_that_fails_leaves_no_digest(
         hash_files([path])
 
 
-def test_content_id_in_the_background(
+def test_an_id_in_the_background(
     folder: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go, right = threading.Event(), identity.hash_files

@@ -148,7 +148,7 @@ def test_both_spellings_of_a_config_mean_the_same():
         ({"compress_rate_hca": 6}, "divide each other"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(change, message):
+def test_wrong_configs_are_refused(change, message):
     with pytest.raises(MlxinferError, match=message):
         normalise({**OLD, **change})
 

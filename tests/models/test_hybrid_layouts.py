@@ -151,9 +151,7 @@ def test_granite_as_mlx_has_it_gives_the_same_model(case: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_quantised_matrices_in_mixed_formats_equal_their_dequantised_ones(
-    case: str, tmp_path: Path
-) -> None:
+def test_mixed_formats_equal_their_dequantised_matrices(case: str, tmp_path: Path) -> None:
     """Matrices that cannot be fused, in the format of MLX checkpoints and with 8-bit gates."""
     config, dense = tiny_config(case), of_mlx(tensors_of(case))
     eight = {"group_size": 32, "bits": 8}
@@ -191,9 +189,7 @@ GRANITE, QWEN = "granitemoehybrid-v4", "qwen3_5_text-v4"
         (QWEN, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim in"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(
-    case: str, change: dict, message: str, tmp_path: Path
-) -> None:
+def test_wrong_configs_are_refused(case: str, change: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path / "bad", tiny_config(case) | change, tensors_of(case))
 

@@ -357,9 +357,7 @@ def test_experts_stored_one_by_one_are_stacked_a_projection_at_a_time(tmp_path, 
 
 
 @pytest.mark.parametrize(("case", "spelling"), [("llama-v4", "new"), ("mistral4-v4", "old")])
-def test_whole_heads_turn_where_transformers_turns_them(
-    tmp_path: Path, case: str, spelling: str
-) -> None:
+def test_whole_heads_turn_as_in_transformers(tmp_path: Path, case: str, spelling: str) -> None:
     """`partial_rotary_factor` says nothing to these families, in either spelling."""
     config = tiny_config(case)
     expected = logits(load(write(tmp_path / "m", config, arrays_of(case)), dtype="float32"))

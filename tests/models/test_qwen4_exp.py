@@ -137,7 +137,7 @@ def test_an_end_token_hides_what_is_before_it():
         ({"output_gate_type": "tanh"}, "'sigmoid', 'silu'"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(tmp_path, change, message):
+def test_wrong_configs_are_refused(tmp_path, change, message):
     folder = write(tmp_path, {**WIDE, **change}, tensors_of(WIDE))
     with pytest.raises(MlxinferError, match=message):
         load(folder)

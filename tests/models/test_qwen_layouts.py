@@ -97,7 +97,7 @@ def test_a_checkpoint_without_a_tower_reads_text(tmp_path):
         ({"hidden_act": "gelu_9"}, "gelu_9"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(tmp_path, change, match):
+def test_wrong_configs_are_refused(tmp_path, change, match):
     name = "qwen3_vl"
     config = json.loads(json.dumps(QWEN_CASES[name].config))
     part = "text_config" if "rope_scaling" in change else "vision_config"

@@ -85,9 +85,7 @@ ONE_OF_EACH_FAMILY = [
 
 @pytest.mark.alike
 @pytest.mark.parametrize("case", every(4, ONE_OF_EACH_FAMILY))
-def test_each_byte_is_read_once_and_none_by_a_model_that_is_placed_nowhere(
-    case, tmp_path, monkeypatch
-):
+def test_each_byte_is_read_once_and_none_by_an_unplaced_model(case, tmp_path, monkeypatch):
     """Of which all is built, and nothing is computed."""
     folder = tiny_checkpoint(tmp_path, case)
     config, reads = load_config(folder), Reads(monkeypatch)

@@ -154,9 +154,7 @@ def test_the_text_of_mimo_v2_5_is_mimo_v2_flash(tmp_path):
         ("phi3_v", "phi3-v4", None, "", "model.vision_embed_tokens.img_projection.0.weight"),
     ],
 )
-def test_texts_of_models_that_bring_code_of_their_own_are_read(
-    tmp_path, outer, case, key, front, seeing
-):
+def test_texts_of_models_with_their_own_code_are_read(tmp_path, outer, case, key, front, seeing):
     """transformers has no class for them: the text is compared with the text alone."""
     text, tensors = tiny_config(case), arrays_of(tiny_config(case))
     whole = {**text, "model_type": outer} if key is None else {"model_type": outer, key: text}

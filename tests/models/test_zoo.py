@@ -234,9 +234,7 @@ def test_what_mlx_lm_converts_loads_and_gives_its_logits() -> None:
 
 
 @pytest.mark.slow
-def test_every_architecture_of_mlx_lm_is_native_batched_alone_or_refused_for_a_known_reason() -> (
-    None
-):
+def test_architectures_of_mlx_lm_are_native_batched_alone_or_refused_for_a_reason() -> None:
     refused = {
         name: entry.because
         for name in definitions.architectures()

@@ -64,7 +64,6 @@ engine.close()
 print(json.dumps(found))
 """
 
-
 KILLS = [("prefill", "SIGKILL"), ("decode", "SIGKILL"), ("idle", "SIGKILL"), ("decode", "SIGSTOP")]
 HUNG = (True, "stages", "prefill", "SIGKILL")  # once, at the end of the engine
 

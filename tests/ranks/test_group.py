@@ -78,9 +78,7 @@ def test_the_checksum_of_every_rank_is_compared(three: Group) -> None:
     assert "rank 2 disagrees about step 1" in str(group.failure)
 
 
-def test_a_fault_of_the_watcher_fails_the_group(
-    three: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watchers_fault_fails_the_group(three: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a step would wait for a rank that nobody hears any more."""
     group, theirs = three
 

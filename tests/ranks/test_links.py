@@ -27,7 +27,6 @@ from tests.waiting import wait_until
 
 SECRET = b"0123456789abcdef"
 
-
 OWN = Hello(0, 2, "v", 1)
 
 

@@ -146,9 +146,7 @@ def test_a_look_for_answers_holds_no_step_up() -> None:
 
 
 @pytest.mark.parametrize("change", ["names", "shapes"])
-def test_a_file_that_is_another_one_when_it_is_loaded_is_refused(
-    tmp_path: Path, change: str
-) -> None:
+def test_a_file_that_is_another_when_loaded_is_refused(tmp_path: Path, change: str) -> None:
     """Between the look at its names and the load: no KeyError in the middle of it."""
     folder = tmp_path / "adapter"
     shutil.copytree(next(iter(folders("qwen2-v5").values())), folder)

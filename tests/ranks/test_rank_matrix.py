@@ -125,9 +125,7 @@ def most_stages(case: str) -> int:
 @given(data=st.data())
 @settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate], deadline=None)
 @hypothesis.seed(SEED)
-def test_everything_at_once_over_ranks(
-    group: RankGroup, pipeline: bool, data: st.DataObject
-) -> None:
+def test_all_at_once_over_ranks(group: RankGroup, pipeline: bool, data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(STAGED if pipeline else CASES))
     options = data.draw(kv_options(case))
     specs = [spec for spec in whole(case).cache_specs if isinstance(spec, KVSpec)]
@@ -196,9 +194,7 @@ def test_stages_refuse_pictures_that_add_to_layers_of_other_ranks(group: RankGro
 
 
 @pytest.mark.parametrize("pipeline", every(2, [False, True]), ids=["parts", "stages"])
-def test_prefixes_on_disk_come_back_after_a_restart(
-    group: RankGroup, pipeline: bool, tmp_path: Path
-) -> None:
+def test_prefixes_on_disk_are_kept(group: RankGroup, pipeline: bool, tmp_path: Path) -> None:
     """But where another rank's part of a page is broken: that is computed again, and stored."""
     case, params = "qwen3_next-v5", SamplingParams(max_tokens=6)
     ids = prompt(6 * PAGE + 3)
@@ -234,9 +230,7 @@ def test_prefixes_on_disk_come_back_after_a_restart(
 
 
 @pytest.mark.parametrize("pipeline", every(2, [False, True]), ids=["parts", "stages"])
-def test_adapters_come_and_go_while_requests_run(
-    group: RankGroup, pipeline: bool, tmp_path: Path
-) -> None:
+def test_adapters_come_and_go_meanwhile(group: RankGroup, pipeline: bool, tmp_path: Path) -> None:
     """And one that is broken in another rank's part ends its load alone, with the reason."""
     case, names = "smollm3-v4" if pipeline else "qwen3-v4", ("first", "second")
     broken = drawn.__wrapped__(case, "second")  # a fresh one, of lengths that ranks sum
@@ -416,4 +410,4 @@ def test_every_stage_has_a_step_with_proposals(group: RankGroup) -> None:
 
 def test_the_seed_that_is_printed_draws_the_programs() -> None:
     print(f"\n{NUM_PROGRAMS} random programs over {SIZE} ranks, HYPOTHESIS_SEED={SEED}")
-    assert vars(test_everything_at_once_over_ranks)["_hypothesis_internal_use_seed"] == SEED
+    assert vars(test_all_at_once_over_ranks)["_hypothesis_internal_use_seed"] == SEED

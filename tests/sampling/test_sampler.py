@@ -80,9 +80,7 @@ def positions(draw: st.DrawFn) -> tuple[Row, int, list[np.ndarray]]:
 
 
 @given(cases=st.lists(positions(), min_size=1, max_size=4))
-def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
-    cases: list[tuple[Row, int, list[np.ndarray]]],
-):
+def test_rows_of_a_slot_choose_as_one_after_another(cases: list[tuple[Row, int, list[np.ndarray]]]):
     """Each row has its own history, index and bans: the proposals before it count as tokens."""
     sampler = Sampler(VOCAB)
     slots, collected, recent, counts = [], [], [], []

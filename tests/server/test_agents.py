@@ -72,9 +72,7 @@ def test_codex_gets_its_tool_call_over_the_responses_api(server: ScriptedServer)
     "thinking",
     [CLAUDE["thinking"], {"type": "enabled"}, {"type": "adaptive"}, {"type": "disabled"}],
 )
-def test_claude_code_gets_its_thought_text_and_tool_call(
-    server: ScriptedServer, thinking: Any
-) -> None:
+def test_claude_code_gets_thought_text_and_call(server: ScriptedServer, thinking: Any) -> None:
     headers = {
         "anthropic-version": "2023-06-01",
         "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",

@@ -223,9 +223,7 @@ class ToolServer(LiveServer):
         wait_until(self.is_idle)
 
 
-def test_tools_of_anthropics_schemas_are_called(
-    scripted: ScriptedServer, client: anthropic.Anthropic
-) -> None:
+def test_anthropics_tools_are_called(scripted: ScriptedServer, client: anthropic.Anthropic) -> None:
     view = {"command": "view", "path": "/a"}
     for kind, name, given in (
         ("bash_20250124", "bash", {"command": "ls"}),
@@ -322,9 +320,7 @@ BILLED = "x-anthropic-billing-header: cc_version=2.1.250.{0}; cc_entrypoint=cli;
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_the_line_that_claude_code_changes_is_no_part_of_the_prompt(
-    scripted: ScriptedServer, whole: bool
-) -> None:
+def test_claude_codes_billing_line_is_left_out(scripted: ScriptedServer, whole: bool) -> None:
     """And nothing else is left out: a line further down that begins so stays."""
     prompts = []
     for mark in ("a1b2c", "9f0e1"):

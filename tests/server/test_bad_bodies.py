@@ -194,9 +194,7 @@ LARGE: list[tuple[str, str, Any]] = [
 ]
 
 
-def test_what_is_large_is_refused_before_it_is_walked(
-    live: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_bodies_are_not_walked(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "walk", not_so_large(schema.walk))
     for path, field, value in LARGE:
         given = {"messages": HELLO} if path == TOKENIZE else with_fields(path)
@@ -223,9 +221,7 @@ READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
 ]
 
 
-def test_what_takes_long_is_read_off_the_loop(
-    live: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_reads_are_off_the_loop(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     collected: dict[str, str] = {}
 
     def noting(name: str, function: Any) -> Any:
@@ -263,7 +259,7 @@ def test_what_is_wrong_is_not_quoted_whole(scripted: ScriptedServer) -> None:
         assert len(error["message"]) < 300
 
 
-def test_a_body_of_millions_of_lists_is_not_decoded(
+def test_millions_of_lists_are_not_decoded(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = b'{"messages":[{"role":"user","content":"x"}],"documents":['
@@ -321,9 +317,7 @@ def test_what_is_far_longer_than_the_context_is_not_encoded(
         assert max(lengths) <= PIECE_CHARS, name
 
 
-def test_calls_are_measured_before_their_text_is_made(
-    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_are_measured(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scripted.model.tokenizer.template, "render", None)
     for name in ("a call", "a call in responses", "a call in messages"):
         expect_refusal(scripted, *PROMPTS[name])

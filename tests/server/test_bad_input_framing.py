@@ -38,7 +38,6 @@ def coded(coding: bytes, before: bytes = b"") -> bytes:
 
 CHUNKED = coded(b"chunked")
 
-
 pytestmark = pytest.mark.usefixtures("whole")
 
 
@@ -168,9 +167,7 @@ def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
             assert status_of(read_answer(connection)) == 200
 
 
-def test_others_have_their_turn_between_two_reads(
-    live: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_between_reads(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read at once is worked off at once, event by event."""
     sizes: list[int] = []
     received = TimedProtocol.data_received
@@ -213,9 +210,7 @@ def test_pipelined_requests_are_answered_in_their_order(live: LiveServer) -> Non
 @pytest.mark.parametrize(
     ("persistence", "ahead"), [("keep-alive", 1), ("close", 60_000), ("keep-alive", 200_000)]
 )
-def test_a_hang_up_behind_bytes_sent_ahead_is_noticed(
-    live: LiveServer, persistence: str, ahead: int
-) -> None:
+def test_hang_ups_behind_bytes_are_seen(live: LiveServer, persistence: str, ahead: int) -> None:
     began = live.stats()["tokens_sampled"]
     body = json.dumps(long_chat()).encode()
     with connect(live) as connection:
@@ -298,9 +293,7 @@ def test_a_client_that_sends_too_much_is_told_so(hasty: LiveServer, name: str) -
     wait_until(lambda: hasty.connections() <= 1)
 
 
-def test_what_turns_into_no_http_is_answered_once(
-    hasty: LiveServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_http_is_answered_once(hasty: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     for size in (10, 10_000, 300_000):
         answer = exchange(hasty, CHUNKED + chunk(b" " * size) + b"zz\r\n")
         assert status_of(answer) in (400, 413)

@@ -14,7 +14,6 @@ from tests.waiting import wait_until
 
 KEY = "sk-a-key-of-ours"
 
-
 pytestmark = pytest.mark.usefixtures("whole")
 
 

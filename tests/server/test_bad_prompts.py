@@ -28,7 +28,6 @@ def user(content: Any, **rest: Any) -> dict[str, Any]:
 
 LONG = "é\u0301 a" * 500_000  # encoded whole, this takes many seconds
 
-
 ENDLESS: list[tuple[str, Any]] = [
     (CHAT, chat(LONG)),
     (CHAT, {"messages": [user("x"), {"role": "assistant", "content": LONG}, user("y")]}),
@@ -231,9 +230,7 @@ def deep(depth: int) -> dict[str, Any]:
 NAMES: list[Any] = ["", " ", "a b", "a\nb", "a" * 300, "f(", "<|im_end|>", 'f"', None, 5, []]
 
 
-def test_names_of_tools_are_checked_and_how_deep_and_many_they_are(
-    scripted: ScriptedServer,
-) -> None:
+def test_names_depth_and_number_of_tools_are_checked(scripted: ScriptedServer) -> None:
     wrong = [[tool(name)] for name in NAMES]
     for tools in (*wrong, [tool("f", deep(300))], [tool(f"f{i}") for i in range(513)]):
         for path in (CHAT, TOKENIZE):

@@ -35,7 +35,6 @@ from tests.waiting import LIMIT_S, until, wait_until
 TABLES = {"anna": {"key": "a"}, "bob": {"key": "b"}, "carl": {"key": "c", "weight": 3}}
 KEYS = ApiKeys().with_named(TABLES, "keys")
 
-
 PDF = pdf("A page about caches.")
 ANSWERED = [
     (CHAT, asked(CHAT, part_of(CHAT, PDF))),

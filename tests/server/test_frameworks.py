@@ -134,9 +134,7 @@ def test_the_llm_command_answers_and_calls_tools(
     assert (done.exit_code, done.stdout.strip()) == (0, "It rains."), done.output
 
 
-def test_litellm_speaks_each_api_of_the_server(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_litellm_speaks_each_api(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of aider and of many gateways, with each of the APIs that it speaks here."""
     monkeypatch.setenv(
         "LITELLM_LOCAL_MODEL_COST_MAP", "True"

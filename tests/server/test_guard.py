@@ -161,9 +161,7 @@ def test_idle_connections_of_one_client_leave_room_for_others() -> None:
         assert idle[-1].recv(12) == b"HTTP/1.1 200"
 
 
-def test_connections_beyond_the_files_of_the_process_are_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_connections_beyond_the_file_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "max_open_connections", lambda: 4)
     with LiveServer() as server, contextlib.ExitStack() as open_ones:
         several = [open_ones.enter_context(connect(server)) for _ in range(9)]

@@ -82,9 +82,7 @@ def test_a_key_of_the_file_administers_only_if_it_says_so() -> None:
         assert server.get("/admin/models").status_code == 200
 
 
-def test_the_file_is_read_again_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys_module, "LOOK_S", 0.0)
     path = tmp_path / "keys.toml"
     path.write_text('[anna]\nkey = "a"\n')

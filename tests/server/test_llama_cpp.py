@@ -46,9 +46,7 @@ def test_a_rendered_conversation_has_the_tokens_of_the_conversation(server: Live
 
 
 @pytest.mark.parametrize("prompts", [TEXT, [TEXT, "Hello"]])
-def test_probabilities_of_tokens_are_those_of_completions(
-    server: LiveServer, prompts: str | list[str]
-) -> None:
+def test_probabilities_equal_completions(server: LiveServer, prompts: str | list[str]) -> None:
     body = {"prompt": prompts, "max_tokens": 4, "temperature": 0, "logprobs": 3}
     choices = server.post("/v1/completions", body).json()["choices"]
     asked = {**GREEDY, "prompt": prompts, "n_probs": 3}

@@ -34,7 +34,7 @@ def lines(server: LiveServer) -> Iterator[list[logging.LogRecord]]:
     logger.setLevel(logging.NOTSET)
 
 
-def test_a_request_is_a_line_without_its_text(
+def test_requests_are_lines_without_text(
     server: LiveServer, lines: list[logging.LogRecord]
 ) -> None:
     server.events(CHAT, chat(SECRET, max_tokens=3))

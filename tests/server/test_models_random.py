@@ -180,9 +180,7 @@ some = st.lists(st.tuples(sizes, st.none() | sizes, st.booleans()), min_size=1, 
 
 
 @given(some=some, limit=sizes)
-def test_budgets_together_stay_within_the_limit(
-    some: list[tuple[int, int | None, bool]], limit: int
-) -> None:
+def test_budgets_keep_to_the_limit(some: list[tuple[int, int | None, bool]], limit: int) -> None:
     needs = [need(f"m{i}", *item) for i, item in enumerate(some)]
     try:
         budgets = kv_budgets(needs, limit)

@@ -56,9 +56,7 @@ def states(models: ModelRegistry) -> str:
     return "".join("L" if s.state is State.LOADED else "U" for s in models.slots())
 
 
-def test_the_first_use_loads_a_model_under_any_of_its_names(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_the_first_use_loads_a_model_by_any_name(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         assert states(models) == "UUUU"
         await touch(models, None, "gpt", "a2", "a", "b")
@@ -74,9 +72,7 @@ def test_an_unknown_name_is_a_404_that_says_what_there_is(models: ModelRegistry)
         run(touch(models, "../a"))
 
 
-def test_many_waiters_cause_one_load_and_one_that_leaves_does_not_stop_it(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_many_waiters_cause_one_whole_load(machine: Machine, models: ModelRegistry) -> None:
     go_on = machine.hold("a")
 
     async def work() -> None:
@@ -92,9 +88,7 @@ def test_many_waiters_cause_one_load_and_one_that_leaves_does_not_stop_it(
     assert models.slots()[0].users == 0
 
 
-def test_the_least_recently_used_model_is_unloaded_first(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_the_least_recently_used_is_unloaded(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         await touch(models, "a", "b")
         machine.clock = 1.0
@@ -108,9 +102,7 @@ def test_the_least_recently_used_model_is_unloaded_first(
     assert models.slots()[1].unloads == {"memory": 1}
 
 
-def test_models_in_use_stay_and_none_is_unloaded_in_vain(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_models_in_use_stay_and_none_goes_in_vain(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         await touch(models, "b")
         async with models.use(models.find("a")) as served:
@@ -262,9 +254,7 @@ def test_a_start_fails_with_the_reason(machine: Machine, broken: str) -> None:
     assert not models.started
 
 
-def test_an_explicit_unload_waits_for_requests_and_is_safe_twice(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_an_unload_waits_and_is_safe_twice(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         await models.unload("a")  # it is not there, as was wanted
         async with models.use(models.find("a")):
@@ -298,9 +288,7 @@ def test_an_unload_goes_on_where_its_client_leaves(models: ModelRegistry) -> Non
     run(work())
 
 
-def test_a_request_during_an_unload_loads_the_model_again(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_a_request_during_an_unload_reloads_it(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         await touch(models, "a")
         go_on = machine.hold("a")
@@ -502,9 +490,7 @@ def test_a_client_that_leaves_does_not_leave_an_adapter_half_loaded(
     run(work())
 
 
-def test_a_model_with_a_broken_adapter_is_loaded_without_it(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_models_load_without_a_broken_adapter(machine: Machine, models: ModelRegistry) -> None:
     slot = models.find("a")
 
     async def work() -> None:
@@ -536,9 +522,7 @@ def test_a_model_with_a_broken_adapter_is_loaded_without_it(
     run(work())
 
 
-def test_an_adapter_may_go_while_its_model_is_loaded(
-    machine: Machine, models: ModelRegistry
-) -> None:
+def test_an_adapter_may_go_while_its_model_loads(machine: Machine, models: ModelRegistry) -> None:
     go_on, slot = machine.hold("a:x"), models.find("a")
     slot.adapters.update(x=Path("x"), y=Path("y"))
 

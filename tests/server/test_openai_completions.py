@@ -224,9 +224,7 @@ def test_one_text_in_llama_cpps_form_is_the_same_text(server: LiveServer) -> Non
     assert [side["content"] for side in both] == [said["content"]] * 2
 
 
-def test_what_was_typed_since_is_all_that_is_computed(
-    live: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_was_typed_is_computed(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
     monkeypatch.setattr(request_builder, "fim_tokens", lambda _: marks)

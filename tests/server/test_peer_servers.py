@@ -168,9 +168,7 @@ def choices(server: LiveServer, name: str) -> tuple[list[Any], list[float]]:
 
 
 @pytest.mark.ci
-def test_whatever_is_asked_for_answers_are_those_of_one_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_those_of_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 30.0)
     write_peft(tmp_path / "pirate", draw(dense_tensors(hub.resolve("demo-draft")), 1, strength=1.5))
     adapters: dict[str, Any] = {"adapter_folders": (str(tmp_path),)}
@@ -191,9 +189,7 @@ def test_whatever_is_asked_for_answers_are_those_of_one_server(
         assert (came["pages"] > 40, came["failures"]) == (True, 0)
 
 
-def test_prompts_with_pictures_are_exchanged_and_never_computed_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompts_with_pictures_are_exchanged_not_delegated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 30.0)
     file = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(file, "PNG")
@@ -219,9 +215,7 @@ def test_prompts_with_pictures_are_exchanged_and_never_computed_elsewhere(
             assert third.stats()["peers"]["failures"] == 0
 
 
-def test_a_client_that_leaves_while_its_prompt_is_computed_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_leaves_while_its_prompt_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 30.0)
     with (
         LiveServer(SHARES, allow_peers=True) as first,

@@ -288,9 +288,7 @@ def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
     assert after["waiting"] == after["running"] == 0
 
 
-def test_documents_are_cut_off_the_event_loop(
-    served: PoolingServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_cut_aside(served: PoolingServer, monkeypatch: pytest.MonkeyPatch) -> None:
     session, encode = own(served, "reranker"), Tokenizer.encode
     on_loop: list[bool] = []
 

@@ -32,9 +32,7 @@ RESPONSES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", RESPONSES, ids=lambda fields: ",".join(fields) or "plain")
-def test_responses_and_their_events_keep_to_the_published_schema(
-    scripted: ScriptedServer, fields: dict[str, Any]
-) -> None:
+def test_responses_keep_to_their_schema(scripted: ScriptedServer, fields: dict[str, Any]) -> None:
     body = {"input": "Hi", **fields}
     with scripted.says(SAID):
         answer = scripted.post("/v1/responses", body)
@@ -70,9 +68,7 @@ def test_chat_completions_and_chunks_keep_to_the_published_schema(
 
 
 @pytest.mark.parametrize("fields", [{}, {"logprobs": 2, "echo": True}])
-def test_completions_keep_to_the_published_schema(
-    server: LiveServer, fields: dict[str, Any]
-) -> None:
+def test_completions_keep_to_their_schema(server: LiveServer, fields: dict[str, Any]) -> None:
     body = {"prompt": "Hello", "max_tokens": 3, **fields}
     check("completion", server.post("/v1/completions", body).json())
 

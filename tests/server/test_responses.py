@@ -113,9 +113,7 @@ def test_the_stream_helper_accumulates(client: openai.OpenAI, scripted: Scripted
     assert final.output_text == "I look."
 
 
-def test_a_call_that_breaks_within_its_arguments_is_no_item(
-    client: openai.OpenAI, scripted: ScriptedServer
-) -> None:
+def test_a_call_that_breaks_is_no_item(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     """A stream has begun to tell of it by then; what is left at the end is none the less whole."""
     broken = '<tool_call>{"name": "get_weather", "arguments": {"city": "a" oops}}</tool_call>'
     with scripted.says(f"I look.\n{broken}"):
@@ -155,9 +153,7 @@ def test_a_conversation_with_tools(client: openai.OpenAI, scripted: ScriptedServ
     assert last.output_text == "Fine."
 
 
-def test_the_oldest_turns_go_where_the_client_allows_it(
-    client: openai.OpenAI, scripted: ScriptedServer
-) -> None:
+def test_the_oldest_turns_may_go(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     long = "word " * 300
     turns: Any = [{"role": "system", "content": "Be brief."}]
     for number in range(12):
@@ -307,9 +303,7 @@ def test_a_custom_tool_is_called_with_plain_text(
     assert "".join(deltas) == PATCH
 
 
-def test_a_tool_of_a_namespace_is_called_by_its_own_name(
-    client: openai.OpenAI, scripted: ScriptedServer
-) -> None:
+def test_tools_of_namespaces_are_called(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(calling("mcp__docs__search", '{"cmd": "x"}')):
         answer = client.responses.create(model="demo", input="Hi", tools=ALL_TOOLS)
     strictly(Response, answer)

@@ -64,9 +64,7 @@ SECOND = LONG[:40] + "!" * 38
         ),
     ],
 )
-def test_each_end_of_reuse_has_its_cause_and_position(
-    again: Request, cause: str, position: int
-) -> None:
+def test_each_end_of_reuse_has_a_cause(again: Request, cause: str, position: int) -> None:
     records, model = ReuseRecords(), Model()
     records.add("1", "one", 0, model, request(LONG))  # type: ignore[arg-type]
     records.add("2", "two", 0, model, again)  # type: ignore[arg-type]
@@ -189,9 +187,7 @@ def server() -> Iterator[LiveServer]:
 @pytest.mark.alike
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ASKED)
-def test_each_api_says_on_request_why_no_more_was_reused(
-    path: str, stream: bool, server: LiveServer
-) -> None:
+def test_each_api_says_why_no_more_was_reused(path: str, stream: bool, server: LiveServer) -> None:
     body = {"stream": stream, **ASKED[path]}
     assert details_of(server.post(path, body).text) == []
     again = server.post(path, {**body, "return_cached_tokens_details": True})

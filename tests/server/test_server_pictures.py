@@ -404,9 +404,7 @@ def test_what_is_not_fetched(site: str, monkeypatch: pytest.MonkeyPatch) -> None
             pictures.fetch_picture(site + path, "here")
 
 
-def test_a_server_that_sends_byte_after_byte_is_left(
-    site: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_drips_bytes_is_left(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "TIMEOUT_S", 0.4)
     begun = time.monotonic()
     with pytest.raises(PictureError, match=r"more than 0\.4 seconds"):
@@ -441,9 +439,7 @@ def test_port_and_host_of_a_url() -> None:
         assert f"Host: {host}\r\n".encode() in sent
 
 
-def test_the_pictures_of_a_request_have_limits_together(
-    site: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_of_a_request_have_limits(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "REQUEST_BYTES", 3 * len(RED))
     fetches = pictures.PictureFetches()
     for _ in range(9):
@@ -457,9 +453,7 @@ def test_the_pictures_of_a_request_have_limits_together(
         pictures.PictureFetches().fetch(f"{site}/same", "here")
 
 
-def test_slow_hosts_hold_up_no_texts(
-    site: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_hosts_delay_no_text(site: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "TIMEOUT_S", 1.5)
     with SeeingServer(folder, fetch_images=True, image_fetchers=1, text_workers=1) as server:
         body = chat_with(f"{site}/slow")

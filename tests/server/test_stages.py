@@ -35,7 +35,6 @@ SECRET = "/Users/somebody/secret at 0x7ffe"
 QUESTIONS = [f"What is {number} + 38" for number in range(44, 46)]
 FORM = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
-
 pytestmark = pytest.mark.usefixtures("whole")
 
 

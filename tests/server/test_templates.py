@@ -28,9 +28,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 @pytest.mark.parametrize(("path", "body"), WISHES)
-def test_a_wish_that_the_template_cannot_hear_is_noted(
-    server: ScriptedServer, path: str, body: dict[str, Any]
-) -> None:
+def test_ignored_wishes_are_noted(server: ScriptedServer, path: str, body: dict[str, Any]) -> None:
     with server.says("Hello."):
         teach(server.model, SWITCH)
         heard = server.post(path, body)

@@ -70,9 +70,7 @@ def test_calls_in_a_stream(client: openai.OpenAI, scripted: ScriptedServer) -> N
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_one_call_at_most_and_no_content_beside_it(
-    client: openai.OpenAI, scripted: ScriptedServer
-) -> None:
+def test_one_call_at_most_without_content(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(f"{WEATHER}\n{NOW}"):
         message = ask(client, parallel_tool_calls=False).choices[0].message
     assert message.content is None

@@ -48,9 +48,7 @@ def test_answers_are_cut_to_the_context(session: Session) -> None:
     assert "length of the prompt." in str(caught.value)
 
 
-def test_what_is_far_too_long_is_not_encoded(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_long_is_not_encoded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     encode = session.tokenizer.encode
 
@@ -121,9 +119,7 @@ def test_wrong_inputs_are_refused(session: Session, given: Any, words: str) -> N
         session.start(given())
 
 
-def test_limits_are_values_and_handed_over_again_after_a_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_are_values_and_renewed_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller reads the loop's own objects, which a restart replaces."""
     turn = Loop.turn
 

@@ -163,9 +163,7 @@ def test_the_first_end_of_a_request_is_its_end(tokenizer: Tokenizer, read: Any, 
 
 
 @both
-def test_events_after_a_stop_string_do_not_end_other_answers(
-    tokenizer: Tokenizer, read: Any
-) -> None:
+def test_events_after_a_stop_string_end_no_other_answer(tokenizer: Tokenizer, read: Any) -> None:
     events = [
         *says(tokenizer, "hello"),
         *says(tokenizer, "late"),
@@ -182,7 +180,7 @@ def test_events_after_a_stop_string_do_not_end_other_answers(
 
 @both
 @pytest.mark.parametrize("end", [RequestFailedError("the GPU is gone"), None])
-def test_steps_before_a_failure_are_yielded_before_it_is_raised(
+def test_steps_before_a_failure_are_yielded(
     tokenizer: Tokenizer, read: Any, end: Exception | None
 ) -> None:
     """A request that somebody else aborted has failed too: the engine was closed."""

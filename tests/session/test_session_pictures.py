@@ -217,9 +217,7 @@ def test_what_one_key_has_shown_is_made_ready_for_another_again(qwen: RequestBui
     assert [key.cache_salt for key in qwen.pictures._prepared._kept] == ["b", "a", None]
 
 
-def test_large_pictures_are_decoded_one_at_a_time(
-    qwen: RequestBuilder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_pictures_come_singly(qwen: RequestBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files may hold them, and each takes up to 20 bytes per pixel."""
     large, asked = Image.new("RGB", (4001, 4000)), []
     ask = process._pool.ask

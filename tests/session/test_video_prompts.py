@@ -71,9 +71,7 @@ def test_logits_are_those_of_transformers(seeing: tuple[str, LLM]) -> None:
 
 
 @pytest.mark.alike
-def test_answers_in_chunks_and_behind_a_prefix_are_those_of_the_plain_run(
-    seeing: tuple[str, LLM],
-) -> None:
+def test_answers_in_chunks_and_behind_a_prefix_are_the_same(seeing: tuple[str, LLM]) -> None:
     name, llm = seeing
     options = {"temperature": 0, "max_tokens": 6}
     messages = chat(CLIPS["slow"])

@@ -44,7 +44,6 @@ CLIPS = {
     "large": Clip(3, 0.5, 480, 336),  # needs none in Gemma 4
 }
 
-
 SAME_SIZE = {name: ("exact", "slow") if "qwen" in name else ("large",) for name in NAMES}
 
 

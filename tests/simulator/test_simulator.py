@@ -65,7 +65,7 @@ def test_random_programs_give_the_same_tokens_where_steps_verify_proposals() -> 
 
 
 @pytest.mark.parametrize("proposes", every(2, [False, True]))
-def test_random_programs_with_recurrent_layers_resume_at_the_right_state(
+def test_recurrent_layers_resume_at_the_right_state(
     proposes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "ROLLING_TOKENS", 32)

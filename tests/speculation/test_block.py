@@ -115,9 +115,7 @@ def rms(x: mx.array, weight: mx.array) -> mx.array:
 
 @pytest.mark.alike
 @pytest.mark.parametrize("causal", [None, False])
-def test_proposals_are_those_of_the_published_definition(
-    causal: bool | None, tmp_path: Path
-) -> None:
+def test_proposals_are_those_of_the_definition(causal: bool | None, tmp_path: Path) -> None:
     """In any batch, over prompts in chunks and steps of several tokens."""
     stated = {} if causal is None else {"is_causal": causal}
     speculation, source = with_block(tmp_path, **stated)

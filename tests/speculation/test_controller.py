@@ -64,9 +64,7 @@ def test_elsewhere_nine_tenths_of_the_best_fixed_depth(machine: Machine) -> None
 @pytest.mark.alike
 @pytest.mark.parametrize("num_sequences", [pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize("machine", MACHINES, ids=names)
-def test_many_at_once_get_nine_tenths_of_the_best_fixed_depth(
-    machine: Machine, num_sequences: int
-) -> None:
+def test_many_get_nine_tenths_of_the_best_fixed_depth(machine: Machine, num_sequences: int) -> None:
     how = {"num_tokens": TOKENS * num_sequences // 2, "num_sequences": num_sequences}
     _, best = best_fixed(machine, **how)
     assert controlled(machine, **how).rate >= 0.9 * best
@@ -124,9 +122,7 @@ def test_a_machine_that_becomes_slow_with_many_rows_is_noticed() -> None:
     slope=st.floats(0.0, 1.2),
     cost=st.floats(0, 0.4),
 )
-def test_no_other_depths_promise_more_than_those_chosen(
-    chances: list[list[float]], slope: float, cost: float
-) -> None:
+def test_no_depth_promises_more(chances: list[list[float]], slope: float, cost: float) -> None:
     """By brute force over random depths, on a machine with all times measured."""
     policy = Controller(max_depth=DEPTH)
     n = len(chances)

@@ -120,9 +120,7 @@ def test_a_drafts_weights_and_cache_are_taken_from_the_memory_of_the_model() -> 
     assert 7_000_000 < rest.kv_budget_bytes < 9_000_000
 
 
-def test_a_model_that_takes_no_proposals_is_left_alone_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_takes_no_proposals_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxinfer.models.decoder import Model
 
     made = Model.__init__

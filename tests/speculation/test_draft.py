@@ -126,9 +126,7 @@ def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
     assert prefix.tokens_reused >= 96
 
 
-def test_a_draft_that_fails_is_switched_off_for_the_request_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_draft_that_fails_is_off_for_the_request(caplog: pytest.LogCaptureFixture) -> None:
     speculation = with_draft(model())
     harness = Harness(model(), proposer=speculation)
     (source,) = speculation._sources
@@ -197,9 +195,7 @@ MUCH, LITTLE = {"num_pages": 400}, {"num_pages": 12, "max_batch": 2}
         ],
     ),
 )
-def test_recurrent_drafts_go_back_to_their_state_before_what_was_rejected(
-    case: str, sizes: dict[str, int]
-) -> None:
+def test_recurrent_drafts_go_back_behind_rejections(case: str, sizes: dict[str, int]) -> None:
     """All that follows a rejection holds again, in little room too."""
     both = tiny_model(case, quantized=True)
     source = Spoiling(both, config(**sizes), vocab_size=both.config.vocab_size, cost=0.1)

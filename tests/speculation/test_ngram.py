@@ -70,9 +70,7 @@ def test_the_longest_match_is_found(text: list[int], suffix: list[int]) -> None:
         ([1, 2, 3, 4, 2], [], []),  # fewer tokens than the least match
     ],
 )
-def test_what_stood_after_the_match_is_proposed(
-    ids: list[int], answer: list[int], found: list[int]
-) -> None:
+def test_what_followed_is_proposed(ids: list[int], answer: list[int], found: list[int]) -> None:
     assert proposed(proposer(), following(ids, answer)) == found
 
 
@@ -86,9 +84,7 @@ def test_proposals_end_before_a_picture() -> None:
 
 
 @given(text=texts, seed=st.integers(0, 99))
-def test_following_token_by_token_equals_beginning_anew_where_a_match_goes_on(
-    text: list[int], seed: int
-) -> None:
+def test_following_equals_beginning_anew_where_a_match_goes_on(text: list[int], seed: int) -> None:
     """Any pieces; a kept match may be shorter than the longest one, and its tokens agree."""
     rng, source = random.Random(seed), proposer()
     sequence = following(text[:2])

@@ -227,7 +227,7 @@ def test_the_head_of_xing_is_that_of_deepseek_v3(tmp_path: Path) -> None:
     assert_close(of_head(folder), mx.array(of_head(tiny.write(tmp_path / "v3", config, plain))))
 
 
-def test_of_several_heads_the_first_is_read_and_loading_says_so(
+def test_of_several_heads_the_first_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = mtp_checkpoint(tmp_path / "one", "mimo_v2_flash-v4")

@@ -149,7 +149,6 @@ def test_stop_strings_are_looked_for_in_the_answer_only(tokenizer):
 
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>"
 
-
 CHANNELS = [
     (
         "<|channel|>analysis<|message|>hm<|end|>"

@@ -26,7 +26,6 @@ GEMMA = {
     "functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
 }
 
-
 tokenizer_with = partial(text_data.tokenizer_with, bos_token="", eos_token="")
 
 

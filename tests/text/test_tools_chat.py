@@ -85,7 +85,6 @@ def rendered(template, messages):
 
 CALL = "{% for m in messages %}{% for c in m.tool_calls %}[%s]{% endfor %}{% endfor %}"
 
-
 ITEMS = "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}"
 APPENDED = "{{ m['content'] + c.function.name + c.function.arguments }}"
 

@@ -19,9 +19,7 @@ TWO = [*ONE, ("now", {})]
 SAMPLES = [(n, w) for n, w in WRITERS.items() if n != "harmony_role"]  # which is read, not written
 every_format = pytest.mark.parametrize(("name", "writer"), SAMPLES, ids=[n for n, _ in SAMPLES])
 
-
 TAGS = ("<tool_call>", "</tool_call>")  # added tokens already
-
 
 SPECIAL = tokenizer_with(tokens=[mark for mark in CONTROL if mark not in TAGS])
 TOKENIZERS = {"text": load_tokenizer("bytelevel"), "special": SPECIAL}

@@ -75,9 +75,7 @@ def test_an_answer_is_followed_by_several_clients_and_stored_once(server: PageSe
     assert server.get(PATH, headers=RIGHT).status_code == 404
 
 
-def test_a_stopped_answer_keeps_what_it_said_and_a_deleted_chat_stays_deleted(
-    server: PageServer,
-) -> None:
+def test_a_stopped_answer_stays_and_a_deleted_chat_stays_deleted(server: PageServer) -> None:
     server.script.says("One", " two")
     with following(server, "POST", json=BODY) as events:
         wait_until(lambda: "One" in next(events)["content"])

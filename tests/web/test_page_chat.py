@@ -205,9 +205,7 @@ class Counting(McpTools):
 
 
 @pytest.mark.ci
-def test_tools_of_mcp_servers_run_when_they_are_allowed_or_asked_for(
-    profile: Any, tmp_path: Path
-) -> None:
+def test_mcp_tools_run_when_they_are_allowed_or_asked_for(profile: Any, tmp_path: Path) -> None:
     tools = Counting({"one": SERVER, "gone": ToolServer(command=("no-such-program",))})
     with PageServer(tmp_path, tools=tools) as server, PageDriver(profile, server) as page:
         tools.script = server.script

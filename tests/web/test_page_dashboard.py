@@ -68,7 +68,7 @@ def test_errors_of_the_log_are_shown_without_prompts(page: PageDriver) -> None:
     page.page.wait_for_selector(".problems:has-text('big: model not loaded: a file is missing')")
 
 
-def test_models_are_loaded_pinned_and_unloaded(profile: Any, tmp_path: Path) -> None:
+def test_models_are_loaded_and_unloaded(profile: Any, tmp_path: Path) -> None:
     with LazyPage(tmp_path) as server, PageDriver(profile, server) as page:
         page.open("/#dashboard")
         small = page.page.locator("article.card", has_text="small")

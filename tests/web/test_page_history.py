@@ -23,9 +23,7 @@ def entry(page: PageDriver, title: str) -> Any:
     return page.page.locator(".entries li", has_text=title)
 
 
-def test_a_conversation_is_there_after_a_reload_with_its_settings_and_branch(
-    page: PageDriver,
-) -> None:
+def test_a_reload_keeps_a_conversation_with_its_settings_and_branch(page: PageDriver) -> None:
     page.click("Settings of this conversation")
     page.page.get_by_label("System message").fill("Be kind.")
     page.page.keyboard.press("Escape")
@@ -185,9 +183,7 @@ def test_of_two_conversations_the_one_chosen_last_is_shown(page: PageDriver) -> 
     assert page.texts("h1.title") == ["Chosen last"]
 
 
-def test_an_answer_goes_on_without_its_tab_and_is_seen_by_all_that_open_it(
-    page: PageDriver,
-) -> None:
+def test_an_answer_goes_on_without_its_tab_and_is_seen_by_others(page: PageDriver) -> None:
     tab = page.new_tab()
     page.open(tab=tab)
     page.server.script.says("Half an answer", " and the rest")
@@ -351,9 +347,7 @@ def test_without_history_the_page_says_so_and_keeps_nothing(profile: Any, tmp_pa
         assert [file.name for file in tmp_path.iterdir()] == []
 
 
-def test_settings_of_two_conversations_are_saved_although_one_follows_the_other(
-    page: PageDriver,
-) -> None:
+def test_settings_of_two_conversations_in_a_row_are_saved(page: PageDriver) -> None:
     for question in ("Left", "Right"):
         page.click("New chat", at=0)
         page.answered(question)
@@ -373,9 +367,7 @@ def test_settings_of_two_conversations_are_saved_although_one_follows_the_other(
     wait_until(lambda: saved()["Right"] == {"temperature": "0.2"})
 
 
-def test_a_conversation_chosen_while_the_server_was_gone_does_not_replace_a_later_one(
-    page: PageDriver,
-) -> None:
+def test_a_conversation_chosen_while_offline_does_not_replace_a_later_one(page: PageDriver) -> None:
     page.answered("Far away")
     page.wait_idle()
     page.click("New chat", at=0)

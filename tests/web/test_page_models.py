@@ -91,7 +91,7 @@ def test_a_hub_that_cannot_be_reached_is_said(models: PageDriver, standin: Stand
     models.errors.clear()
 
 
-def test_a_download_is_paused_resumed_and_chatted_with(
+def test_a_download_is_paused_and_resumed(
     models: PageDriver, standin: StandIn, cache: Path
 ) -> None:
     standin.faults.on_chunk = lambda: time.sleep(0.005)  # some twenty seconds for all of it
@@ -117,9 +117,7 @@ def test_a_download_is_paused_resumed_and_chatted_with(
     assert "org/small-chat" in models.facts(answer)
 
 
-def test_a_cancelled_download_leaves_nothing(
-    models: PageDriver, standin: StandIn, cache: Path
-) -> None:
+def test_cancelled_downloads_go(models: PageDriver, standin: StandIn, cache: Path) -> None:
     standin.faults.on_chunk = lambda: time.sleep(0.005)
     search(models, "long")
     card(models, "org/long-chat").get_by_role("button", name="Download").click()

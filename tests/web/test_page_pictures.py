@@ -278,9 +278,7 @@ def test_a_picture_that_is_no_longer_kept_is_named(page: PageDriver) -> None:
     assert violations(page.page) == []
 
 
-def test_a_copied_conversation_names_pictures_and_a_copied_request_has_them(
-    page: PageDriver,
-) -> None:
+def test_a_copied_conversation_names_pictures_and_a_request_has_them(page: PageDriver) -> None:
     attach(page, "cat.png", encoded("PNG"))
     page.page.wait_for_selector(THUMBS)
     page.answered("What is it?")

@@ -36,7 +36,6 @@ ARCHITECTURES = {
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
 _BARE = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj", "sinks")  # without ".weight"
 
-
 _HALVES = {  # where the scales of a block lie, in bytes
     Kind.Q2_K: (80, 82),
     Kind.Q3_K: (108,),

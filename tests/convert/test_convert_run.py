@@ -14,7 +14,6 @@ from models.random_weights import tiny_tensors
 from models.runs import every
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.mlx_lm import UNDEFINED_BY_MLX_LM
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.quantise import ErrorStats
@@ -91,6 +90,7 @@ OF_GPT_OSS = {"swiglu_limit": 7.0}  # as published: mlx-lm knows no other
             ("glm_moe_dsa-v5", OF_DEEPSEEK),
             ("nemotron_h-v4", OF_NEMOTRON),
             ("gpt_oss-v5", OF_GPT_OSS),
+            ("gemma4_text-v4", {}),  # ropes of each layer type
         ],
     ),
 )
@@ -139,13 +139,6 @@ def test_a_nemotron_with_biases_in_its_attention_is_mlx_lms(tmp_path: Path, bias
         return
     convert(source, tmp_path / "out", "fp32")
     assert np.array_equal(agreed(tmp_path / "out"), by_mlxinfer(source))
-
-
-def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:
-    source = write_source(tmp_path / "source", "gemma4_text-v4")
-    convert(source, tmp_path / "out", "bf16")
-    ours = agreed(tmp_path / "out")
-    assert np.abs(ours - by_mlxinfer(source)).max() <= 1e-3
 
 
 SOFTCAP = {"final_logit_softcapping": None}  # which mlx-lm does not know
@@ -336,6 +329,7 @@ def test_a_flipped_bit_in_the_output_is_found(
     monkeypatch.setattr("mlxinfer.convert.run.write_shard", damaging)
     with pytest.raises(ConversionError, match="damaged"):
         convert(source, out)
+    assert not out.exists()
 
 
 def test_what_was_written_must_be_what_is_read() -> None:
@@ -378,18 +372,6 @@ def test_a_file_of_another_plan_is_not_taken(tmp_path: Path) -> None:
     for planned in (right[:-1], others):
         with pytest.raises(ConversionError, match=r"does not contain .* as planned"):
             list(check_shard(out / "model.safetensors", planned, arranged, 1000))
-
-
-def test_rows_written_to_the_wrong_place_are_found(tmp_path: Path, monkeypatch) -> None:
-    """The comparison reads the file anew: a writer that is wrong does not get away with it."""
-    right = ShardFile.write
-    monkeypatch.setattr(
-        ShardFile, "write", lambda self, name, offset, data: right(self, name, 0, data[::-1])
-    )
-    source = write_source(tmp_path / "source")
-    with pytest.raises(ConversionError, match="damaged"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 PHASES: list[tuple[dict[str, Any], set[str]]] = [

@@ -11,7 +11,7 @@ from convert_cases import dequantised, logits
 from gguf import GGMLQuantizationType as Kind
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config, write
-from oracles.gguf_files import llama3_factors, write_model
+from oracles.gguf_files import finish, llama3_factors, write_model
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import SourceModel, open_source
@@ -226,10 +226,7 @@ def test_unknown_architectures_and_tensors_are_named(tmp_path: Path) -> None:
         writer = gguf.GGUFWriter(path, arch)
         writer.add_block_count(1)
         writer.add_tensor(tensor, np.zeros((4, 64), np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         with pytest.raises(UnsupportedModelError, match=message):
             open_source(path)
 
@@ -302,10 +299,7 @@ def test_parts_beside_the_language_model_are_left_out_and_said(tmp_path: Path) -
         writer.add_tensor(tensor.name.replace("ssm_dt.bias", "ssm_dt"), np.array(tensor.data))
     for name in ("v.blk.0.attn_q.weight", "mm.0.weight", "mtp.layers.0.attn_q.weight"):
         writer.add_tensor(name, np.ones((8, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     source = open_source(other)
     assert "3 tensors (mm.0.weight" in source.notes[0]
     assert source.tensors.keys() == open_source(path).tensors.keys()

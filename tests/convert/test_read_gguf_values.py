@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from convert_cases import dequantised
 from gguf import GGMLQuantizationType as Kind
-from oracles.gguf_files import random_blocks
+from oracles.gguf_files import finish, random_blocks
 
 from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.errors import UnsupportedModelError
+from tests.tables import words
 
 LOSSLESS = {  # the format of MLX, and whether float16 holds the scales
     Kind.Q4_0: ("affine", 4, True),
@@ -24,19 +25,9 @@ LOSSLESS = {  # the format of MLX, and whether float16 holds the scales
     Kind.Q5_K: ("affine", 5, False),
     Kind.MXFP4: ("mxfp4", 4, True),
 }
-VALUES_ONLY = (
-    *(
-        Kind.Q2_K,
-        Kind.Q3_K,
-        Kind.Q6_K,
-        Kind.IQ4_NL,
-        Kind.IQ4_XS,
-        Kind.IQ1_S,
-        Kind.IQ1_M,
-        Kind.IQ2_S,
-    ),
-    *(Kind.IQ2_XS, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ3_XXS, Kind.TQ1_0, Kind.TQ2_0, Kind.NVFP4),
-)
+VALUES_ONLY = words("""
+    Q2_K Q3_K Q6_K IQ4_NL IQ4_XS IQ1_S IQ1_M IQ2_S IQ2_XS IQ2_XXS IQ3_S IQ3_XXS TQ1_0 TQ2_0 NVFP4
+""")
 BYTES = {kind: size for kind, (_, size) in gguf.GGML_QUANT_SIZES.items()}
 NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPE = (48, 512)
@@ -62,14 +53,13 @@ def one_tensor(
     writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=kind)
     for name, numbers in (more or {}).items():
         writer.add_tensor(name, np.array(numbers, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return open_source(path)
 
 
-@pytest.mark.parametrize("kind", [*LOSSLESS, *VALUES_ONLY], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [*LOSSLESS, *map(Kind.__getitem__, VALUES_ONLY)], ids=lambda kind: kind.name
+)
 def test_values_are_bit_exact(tmp_path: Path, kind: Kind) -> None:
     blocks = random_blocks(kind, *SHAPE, seed=int(kind))
     source = one_tensor(tmp_path, kind, blocks)
@@ -113,20 +103,16 @@ def test_scales_that_float16_cannot_hold_stay_float32(tmp_path: Path) -> None:
     assert packed.biases[0, 0].item() == -128000.0
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(Kind.F32, np.float32), (Kind.F16, np.float16)])
-def test_plain_floats_of_gguf_are_read_as_stored(tmp_path: Path, kind: Kind, dtype: type) -> None:
-    values = np.random.default_rng(0).standard_normal(SHAPE).astype(dtype)
-    read = one_tensor(tmp_path, kind, values).read(NAME, slice(3, 9))
-    assert np.array_equal(np.array(read), values[3:9])
-    assert np.array(read).dtype == dtype
+PLAIN = {Kind.F32: mx.float32, Kind.F16: mx.float16, Kind.BF16: mx.bfloat16}
 
 
-def test_bfloat16_of_gguf_is_read_as_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name)
+def test_plain_floats_of_gguf_are_read_as_stored(tmp_path: Path, kind: Kind) -> None:
     values = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
-    stored = gguf.quantize(values, Kind.BF16)
-    read = one_tensor(tmp_path, Kind.BF16, stored).read(NAME)
-    assert read.dtype == mx.bfloat16
-    assert np.array_equal(np.array(read.astype(mx.float32)), gguf.dequantize(stored, Kind.BF16))
+    stored = gguf.quantize(values, kind)
+    read = one_tensor(tmp_path, kind, stored).read(NAME, slice(3, 9))
+    assert read.dtype == PLAIN[kind]
+    assert np.array_equal(np.array(read.astype(mx.float32)), gguf.dequantize(stored, kind)[3:9])
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:

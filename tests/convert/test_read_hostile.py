@@ -160,16 +160,14 @@ def test_sound_sources_are_read(corpus: Corpus) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not say how its tokenizer cuts text")
-@pytest.mark.parametrize("seeds", [range(QUICK)], ids=["quick"])
+@pytest.mark.parametrize(
+    "seeds",
+    [range(QUICK), pytest.param(range(QUICK, QUICK + ALL), marks=pytest.mark.slow)],
+    ids=len,
+)
 def test_only_our_errors_come_out(corpus: Corpus, seeds: range) -> None:
     passed = sum(attempt(corpus, seed) for seed in seeds)
     assert len(seeds) // 20 < passed < len(seeds) // 2  # both ways were taken, often
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*does not say how its tokenizer cuts text")
-def test_only_our_errors_come_out_of_many(corpus: Corpus) -> None:
-    test_only_our_errors_come_out(corpus, range(QUICK, QUICK + ALL))
 
 
 def huge(**header: Any) -> bytes:

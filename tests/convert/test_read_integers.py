@@ -49,11 +49,18 @@ def awq_config(**more: Any) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, **more}
 
 
-@pytest.mark.parametrize(("version", "layout"), [("gemm", awq_gemm), ("gemv", awq_gemv)])
+@pytest.mark.parametrize(
+    ("stated", "layout"),
+    [
+        ({"version": "gemm"}, awq_gemm),
+        ({"version": "gemv"}, awq_gemv),
+        ({"format": "gemv"}, awq_gemv),
+    ],
+)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_awq_equals_its_kernel(tmp_path: Path, version: str, layout: Any, group_size: int) -> None:
+def test_awq_equals_its_kernel(tmp_path: Path, stated: Any, layout: Any, group_size: int) -> None:
     codes, zeros, scales = numbers(4, group_size)
-    config = awq_config(version=version, group_size=group_size)
+    config = awq_config(**stated, group_size=group_size)
     source = opened(tmp_path, layout(codes, zeros, scales), config)
     expected = awq_values(codes, zeros, scales)
     info = source.tensors[NAME]
@@ -195,14 +202,6 @@ def test_gptq_v2_is_recognised_wherever_stated(tmp_path: Path, stated: dict[str,
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, **stated}
     source = opened(tmp_path, gptq(codes, zeros, scales, group_of, 4, 2), config)
     assert np.array_equal(np.array(source.read(NAME)), gptq_values(codes, zeros, scales, group_of))
-
-
-def test_awq_states_its_layout_as_version_or_as_format(tmp_path: Path) -> None:
-    codes, zeros, scales = numbers(4, 64)
-    config = awq_config(format="gemv", group_size=64)
-    source = opened(tmp_path, awq_gemv(codes, zeros, scales), config)
-    read = np.array(source.read(NAME)).astype(np.float16)
-    assert np.array_equal(read, awq_values(codes, zeros, scales))
 
 
 def compressed(bits: int, group_size: int | None, kind: str = "int", **more: Any) -> dict[str, Any]:

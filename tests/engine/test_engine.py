@@ -124,14 +124,15 @@ def test_ctrl_c_while_a_model_loads_ends_the_engine(monkeypatch: pytest.MonkeyPa
     assert not engine._thread.is_alive()
 
 
+def corrupt(loop: Loop) -> None:
+    loop.scheduler.queues.preempt(loop.scheduler.queues.running[0])
+    loop.scheduler.queues.waiting.clear()
+
+
 def test_a_scheduler_fault_does_not_kill_the_engine(engine: Engine) -> None:
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), events.put)
     events.get(timeout=60)
-
-    def corrupt(loop: Loop) -> None:
-        loop.scheduler.queues.preempt(loop.scheduler.queues.running[0])
-        loop.scheduler.queues.waiting.clear()
 
     engine.call(corrupt)
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
@@ -233,10 +234,6 @@ def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
         raise MemoryError("no room for a new cache")
 
     monkeypatch.setattr(Loop, "assemble", no_memory)
-
-    def corrupt(loop: Loop) -> None:
-        loop.scheduler.queues.preempt(loop.scheduler.queues.running[0])
-        loop.scheduler.queues.waiting.clear()
 
     engine.call(corrupt)
     last = collect(events, 1)["a"][-1]

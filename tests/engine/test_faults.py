@@ -39,11 +39,14 @@ class Boom(RuntimeError):
     pass
 
 
-def break_launch(harness: Harness, at: int) -> set[str]:
+def break_launch(harness: Harness, at: int, *, read: bool = False) -> set[str]:
     """The launch number `at` raises after half of its work, as a failing forward pass would.
 
+    Args:
+        read: its tokens cannot be read instead, as where an evaluation fails.
+
     Returns:
-        To be filled: the requests in it, unless it ran on a step that cannot be read.
+        To be filled: the requests in it, unless it raises on a step that cannot be read.
     """
     launch, count, lost = harness.loop.runner.launch, 0, set()
 
@@ -51,33 +54,13 @@ def break_launch(harness: Harness, at: int) -> set[str]:
         nonlocal count
         count += 1
         launched = launch(batch, previous)
-        if count == at:
-            if not isinstance(previous, Unreadable):
-                lost.update(s.request.id for s in batch.sequences)
-            raise Boom("the forward pass failed")
-        return launched
-
-    harness.loop.runner.launch = failing  # type: ignore[method-assign]
-    return lost
-
-
-def break_read(harness: Harness, at: int) -> set[str]:
-    """Reading the tokens of launch number `at` raises, as a failed evaluation would.
-
-    Returns:
-        To be filled: the requests in it.
-    """
-    launch, count, lost = harness.loop.runner.launch, 0, set()
-
-    def failing(batch, previous):  # type: ignore[no-untyped-def]
-        nonlocal count
-        count += 1
-        launched = launch(batch, previous)
-        if count == at:
+        if count != at:
+            return launched
+        if read or not isinstance(previous, Unreadable):
             lost.update(s.request.id for s in batch.sequences)
-            parts = {field.name: getattr(launched, field.name) for field in fields(launched)}
-            return Unreadable(**parts)
-        return launched
+        if not read:
+            raise Boom("the forward pass failed")
+        return Unreadable(**{one.name: getattr(launched, one.name) for one in fields(launched)})
 
     harness.loop.runner.launch = failing  # type: ignore[method-assign]
     return lost
@@ -130,7 +113,7 @@ def plain_answer(length: int) -> list[int]:
 def test_failed_steps_fail_their_own(at: int, reading: bool, launch_ahead: bool, late: int) -> None:
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, launch_ahead=launch_ahead, max_batch=2)
-    (break_read if reading else break_launch)(harness, at)
+    break_launch(harness, at, read=reading)
     for i in range(4):
         harness.add(str(i), prompt(20 + 9 * i), DRAWN)
         harness.turn(late if i == 2 else 0)
@@ -329,7 +312,7 @@ def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_lau
     """Also those in the step after it, which ran on what it left, or failed itself."""
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model)
-    unread = break_read(harness, at)
+    unread = break_launch(harness, at, read=True)
     unlaunched = break_launch(harness, at + 1) if also_launch else set()
     tell = harness.loop._fail_step
 

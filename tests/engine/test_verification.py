@@ -9,7 +9,7 @@ import pytest
 from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, alone, prompt, tiny_model
 from engine.oracle import Oracle
-from engine.test_faults import break_launch, break_read
+from engine.test_faults import break_launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,7 +144,7 @@ def test_failed_verification_fails_its_own(at: int, reading: bool, late: int, se
     params = replace(DRAWN, max_tokens=20)
     plains = plain_answers()
     harness = Harness(model, max_batch=2, proposer=Oracle(plains, seed))
-    lost = (break_read if reading else break_launch)(harness, at)
+    lost = break_launch(harness, at, read=reading)
     for i in range(4):
         harness.add(str(i), prompt(20 + 9 * i), params)
         harness.turn(late if i == 2 else 0)

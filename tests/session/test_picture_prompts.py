@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from session.picture_chats import CHATS
+from session.test_session_pictures import tiny_info
 
-from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput
 from mlxinfer.session.pictures import PictureReader
 from mlxinfer.session.request_builder import RequestBuilder
@@ -28,19 +28,7 @@ def builder(folder: Path, name: str) -> RequestBuilder:
     for file, content in references()[name]["files"].items():
         (folder / file).write_text(json.dumps(content))
     tokenizer = Tokenizer.from_folder(folder)
-    info = ModelInfo(
-        name=name,
-        path=folder,
-        architecture="tiny",
-        num_layers=1,
-        vocab_size=tokenizer.vocab_size,
-        max_context=MANY,
-        weights_bytes=0,
-        kv_bytes_per_token=1,
-        quantization=None,
-        eos_token_ids=(),
-        sees=True,
-    )
+    info = tiny_info(tokenizer, folder, MANY, sees=True)
     return RequestBuilder(tokenizer, info, "auto", PictureReader.of(info, tokenizer, MANY))
 
 

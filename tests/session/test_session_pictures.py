@@ -42,24 +42,28 @@ GEMMA = {"model_type": "gemma3", "vision_config": {"patch_size": 14, "image_size
 RED = Image.new("RGB", (64, 32), "red")
 
 
-def builder(
-    folder: Path, config: dict[str, Any] | None, mark: str, max_tokens: int = 100
-) -> RequestBuilder:
-    """Of a model with a tower and `config`, or (None) of one that reads text."""
-    tokenizer = tokenizer_with(TEMPLATE.replace("PICTURE", mark), MARKS)
-    info = ModelInfo(
+def tiny_info(tokenizer: Tokenizer, folder: Path, max_context: int, *, sees: bool) -> ModelInfo:
+    return ModelInfo(
         name="tiny-see",
         path=folder,
         architecture="tiny",
         num_layers=1,
         vocab_size=tokenizer.vocab_size,
-        max_context=2000,
+        max_context=max_context,
         weights_bytes=0,
         kv_bytes_per_token=1,
         quantization=None,
         eos_token_ids=(),
-        sees=config is not None,
+        sees=sees,
     )
+
+
+def builder(
+    folder: Path, config: dict[str, Any] | None, mark: str, max_tokens: int = 100
+) -> RequestBuilder:
+    """Of a model with a tower and `config`, or (None) of one that reads text."""
+    tokenizer = tokenizer_with(TEMPLATE.replace("PICTURE", mark), MARKS)
+    info = tiny_info(tokenizer, folder, 2000, sees=config is not None)
     ids = [tokenizer.piece_to_id(item) for item in MARKS]
     named = {"image_token_id": ids[2], "boi_token_index": ids[3], "eoi_token_index": ids[1]}
     (folder / "config.json").write_text(json.dumps({**(config or {}), **named}))

@@ -14,22 +14,9 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 Tensors = dict[str, np.ndarray]
-ARCHITECTURES = {
-    "llama": "llama",
+ODD_NAMES = {
     "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
-    "qwen3_next": "qwen3next",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-    "gemma4_text": "gemma4",
-    "lfm2": "lfm2",
-    "lfm2_moe": "lfm2moe",
-    "glm4": "glm4",
-    "glm4_moe": "glm4moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
 }
@@ -81,7 +68,7 @@ def write_model(
         split_kv: K and V of latent attention as two tensors, as all but old files have them.
     """
     kind, ahead = config["model_type"], config.get("mtp_num_hidden_layers", 0)
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=split)
+    writer = gguf.GGUFWriter(path, architecture(kind), split_max_tensors=split)
     if kind == "gemma4_text":
         rope_factors = _gemma4_factors(config)
     if rope_factors is not None:
@@ -94,6 +81,15 @@ def write_model(
             writer.add_tensor(name, values)
     _add_metadata(writer, config, ahead)
     _add_tokenizer(writer, tokenizer)
+    finish(writer)
+
+
+def architecture(model_type: str) -> str:
+    """What llama.cpp calls it."""
+    return ODD_NAMES.get(model_type) or model_type.removesuffix("_text").replace("_", "")
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -102,7 +98,7 @@ def write_model(
 
 def as_llama_cpp(config: dict[str, Any], tensors: Tensors, *, split_kv: bool = True) -> Tensors:
     """Names and values as in a GGUF file."""
-    arch, ahead = ARCHITECTURES[config["model_type"]], config.get("mtp_num_hidden_layers", 0)
+    arch, ahead = architecture(config["model_type"]), config.get("mtp_num_hidden_layers", 0)
     (number,) = (index for index, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"] + ahead)
     return {

@@ -58,16 +58,38 @@ def test_ctrl_c_twice_at_the_prompt_leaves(session: ChatSession) -> None:
     assert talk(session, KeyboardInterrupt, "hi", KeyboardInterrupt, "hi").count("Hello") == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OverloadedError("full"), "error: full\n"),
+        (ContextLengthError("too long"), "error: too long\n/clear forgets"),
+        (ZeroDivisionError("oops"), "error: unexpected ZeroDivisionError"),  # a bug of ours
+    ],
+)
 def test_an_error_ends_only_the_turn(
-    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
+    session: ChatSession,
+    llm: FakeLLM,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str,
 ) -> None:
-    llm.fail_after, llm.error = 0, OverloadedError("full")
-    talk(session, "hi", "/nonsense", "/set temperature hot", "/file /no/such/folder/x")
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[0] == "error: full"
-    assert errors[1].startswith("error: There is no /nonsense; /help lists")
-    assert "temperature" in errors[2]
-    assert "/no/such/folder" in errors[3]
+    talk(session, "hi")
+    llm.fail_after, llm.error = 0, error
+    talk(session, "again")
+    assert capsys.readouterr().err.startswith(said)
+    assert len(session.messages) == 2
+
+
+def test_a_line_that_is_wrong_is_named(
+    session: ChatSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["/nonsense", "/set temperature hot", "/file /no/such/folder/x", "/set temprature 1"]
+    talk(session, *lines, "/set temprature")
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors[0].startswith("error: There is no /nonsense; /help lists")
+    assert "temperature" in errors[1]
+    assert "/no/such/folder" in errors[2]
+    assert [error.count("did you mean temperature?") for error in errors[3:]] == [1, 1]
     assert session.messages == []
 
 
@@ -112,13 +134,6 @@ def test_help_settings_and_system_and_model(session: ChatSession) -> None:
     assert talk(session, "/model other") == "model: other\n"
 
 
-def test_a_setting_that_is_nearly_right_is_suggested(
-    session: ChatSession, capsys: pytest.CaptureFixture[str]
-) -> None:
-    talk(session, "/set temprature 1", "/set temprature")
-    assert capsys.readouterr().err.count("did you mean temperature?") == 2
-
-
 def test_a_model_without_a_chat_template_is_refused_at_once(
     fake: FakeLLM, tmp_path: Path, outcome: Any
 ) -> None:
@@ -126,14 +141,6 @@ def test_a_model_without_a_chat_template_is_refused_at_once(
     seen = outcome("chat", "-m", "base")
     assert (seen.code, fake.asked, fake.closed) == (1, [], 1)
     assert seen.err.startswith("error: base has no chat template")
-
-
-def test_a_full_context_says_how_to_go_on(
-    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    llm.fail_after, llm.error = 0, ContextLengthError("too long")
-    talk(session, "hi")
-    assert capsys.readouterr().err.startswith("error: too long\n/clear forgets")
 
 
 def test_stats_and_clear(session: ChatSession) -> None:
@@ -224,16 +231,6 @@ def test_no_input_line_crashes_the_chat(
     assert errors.count("error: ") == len(lines)
     assert "unexpected" not in errors
     assert len(errors) < 2000
-
-
-def test_a_bug_of_ours_ends_only_the_turn(
-    session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
-) -> None:
-    talk(session, "hi")
-    llm.fail_after, llm.error = 0, ZeroDivisionError("oops")
-    talk(session, "again")
-    assert "unexpected ZeroDivisionError" in capsys.readouterr().err
-    assert len(session.messages) == 2
 
 
 def test_a_failed_turn_sets_the_exit_code(

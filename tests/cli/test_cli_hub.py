@@ -154,12 +154,8 @@ def test_show_what_cannot_run(standin: StandIn, outcome: Any) -> None:
     facts = json.loads(outcome("show", "--json", "org/odd").out)
     assert facts["supported"] is False
     assert facts["architecture"] == "oddity"
-    assert facts["parameters"] == len(WEIGHTS) - 8 - facts_header_bytes()
+    assert facts["parameters"] == len(WEIGHTS) - 8 - int.from_bytes(WEIGHTS[:8], "little")
     assert "cannot run" in outcome("show", "org/odd").out
-
-
-def facts_header_bytes() -> int:
-    return int.from_bytes(WEIGHTS[:8], "little")
 
 
 def test_rm_of_one_name_given_twice(standin: StandIn, outcome: Any) -> None:

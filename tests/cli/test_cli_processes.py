@@ -48,25 +48,6 @@ def test_the_bundled_model_answers_and_doctor_finds_it_well(tmp_path: Path) -> N
     assert by_name["demo model"] == by_name["generation"] == "ok"
 
 
-def test_json_of_a_real_answer_repeats_with_its_seed(model: str) -> None:
-    args = ("run", "-m", model, "--json", "--seed", "3", "--temperature", "1", "--max-tokens", "6")
-    first, second = finished(*args, "hi"), finished(*args, "-", input="hi")
-    assert (first.returncode, first.stderr) == (0, "")
-    one, two = json.loads(first.stdout), json.loads(second.stdout)
-    assert one["answer_tokens"] == 6
-    assert one["finish_reason"] == "length"
-    assert one["token_ids"] == two["token_ids"]
-
-
-def test_usage_errors_exit_with_2_and_failures_with_1(model: str) -> None:
-    assert finished("run", "-m", "/no/such/folder", "hi").returncode == 1
-    assert finished("run", "-m", model, "--top-k", "-2", "hi").returncode == 2
-    too_much = finished("run", "-m", model, "--top-k", "99999", "hi")
-    assert too_much.returncode == 1
-    assert too_much.stderr.startswith("error: top_k is 99999")
-    assert "Traceback" not in too_much.stderr
-
-
 def test_refusing_a_model_of_mlx_lm_ends_with_its_own_code(model: str, tmp_path: Path) -> None:
     """Loading compiled functions on the engine's thread; MLX freed them while Python ended."""
     folder = tmp_path / "zoo"

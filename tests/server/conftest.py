@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 
-import openai
 import pytest
 from bad_input import unharmed
 from live_server import LiveServer
 from scripted import ScriptedServer, fill_gaps
-from sdk_clients import openai_client
+from sdk_clients import client_fixture, openai_client
 
 
 @pytest.fixture(scope="session")
@@ -39,12 +38,8 @@ def coder() -> Iterator[ScriptedServer]:
         yield server
 
 
-@pytest.fixture
-def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of that server."""
-    with openai_client(scripted) as client:
-        yield client
-    scripted.check_idle()
+client = client_fixture("scripted", openai_client)
+demo = client_fixture("live", openai_client)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """A server in a thread, real sockets, and what must hold after each test."""
 
 import json
+import logging
 import socket
 import ssl
 import threading
@@ -194,6 +195,20 @@ class LiveServer:
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == "Hello! I am"
         wait_until(self.is_idle)
+
+
+@contextmanager
+def access_log() -> Iterator[list[logging.LogRecord]]:
+    """Records of the access log from now on."""
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[assignment, method-assign]
+    logger = logging.getLogger("mlxinfer.access")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
 
 
 def num_threads() -> int:

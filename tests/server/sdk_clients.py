@@ -3,12 +3,14 @@
 `strictly` checks more than they do: no value of the JSON has another type than its model declares.
 """
 
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import anthropic
 import ollama
 import openai
+import pytest
 from live_server import LiveServer
 from pydantic import TypeAdapter
 
@@ -42,6 +44,19 @@ def anthropic_client(server: LiveServer) -> anthropic.Anthropic:
 
 def ollama_client(server: LiveServer) -> ollama.Client:
     return ollama.Client(host=server.url, timeout=60)
+
+
+def client_fixture(server: str, client_of: Callable[[Any], Any]) -> Any:
+    """A fixture: a client of the server of another fixture, which is idle afterwards."""
+
+    @pytest.fixture
+    def client(request: pytest.FixtureRequest) -> Iterator[Any]:
+        served: LiveServer = request.getfixturevalue(server)
+        with client_of(served) as client:
+            yield client
+        served.check_idle()
+
+    return client
 
 
 def strictly(kind: Any, value: Any) -> None:

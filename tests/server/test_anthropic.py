@@ -12,7 +12,7 @@ import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from live_server import LiveServer
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
-from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, strictly
+from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, client_fixture, strictly
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.models import ModelRegistry
@@ -26,17 +26,8 @@ TOOLS: Any = [
 SAMPLING = ("temperature", "top_p", "top_k")
 
 
-@pytest.fixture
-def demo(server: LiveServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic_client(server) as client:
-        yield client
-
-
-@pytest.fixture
-def client(scripted: ScriptedServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic_client(scripted) as client:
-        yield client
-    scripted.check_idle()
+client = client_fixture("scripted", anthropic_client)
+demo = client_fixture("live", anthropic_client)
 
 
 def ask(client: Any, **fields: Any) -> Any:

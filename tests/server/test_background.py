@@ -1,14 +1,13 @@
 """Responses that run in the background: their clients may leave, come back, cancel and delete."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from live_server import LONG_TOKENS, LiveServer
+from live_server import LONG_TOKENS, LiveServer, access_log
 from openai.types.responses import Response, ResponseStreamEvent
-from sdk_clients import openai_client, strictly
+from sdk_clients import client_fixture, openai_client, strictly
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
@@ -29,11 +28,7 @@ def keeping() -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.fixture
-def client(keeping: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai_client(keeping) as client:
-        yield client
-    keeping.check_idle()
+client = client_fixture("keeping", openai_client)
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
@@ -43,16 +38,9 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def test_the_line_of_the_log_names_the_answer(client: openai.OpenAI) -> None:
-    lines: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = lines.append  # type: ignore[assignment, method-assign]
-    logger = logging.getLogger("mlxinfer.access")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    begun = ask(client, max_output_tokens=2)
-    wait_until(lambda: any(vars(line)["method"] == "POST" for line in lines))
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
+    with access_log() as lines:
+        begun = ask(client, max_output_tokens=2)
+        wait_until(lambda: any(vars(line)["method"] == "POST" for line in lines))
     assert begun.id.endswith(vars(lines[0])["answer_id"])
 
 

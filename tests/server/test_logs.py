@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, access_log, chat
 
 from mlxinfer.server.http import Receive, Scope, Send
 from mlxinfer.server.log import json_line, text_line
@@ -20,18 +20,11 @@ SECRET = "swordfish"
 @pytest.fixture
 def lines(server: LiveServer) -> Iterator[list[logging.LogRecord]]:
     """Records of the access log."""
-    lines: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = lines.append  # type: ignore[assignment, method-assign]
-    logger = logging.getLogger("mlxinfer.access")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    server.get("/first")
-    wait_until(lambda: any("/first" in text_line(record) for record in lines))
-    lines.clear()  # with it came the lines of requests before the test
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
+    with access_log() as lines:
+        server.get("/first")
+        wait_until(lambda: any("/first" in text_line(record) for record in lines))
+        lines.clear()  # with it came the lines of requests before the test
+        yield lines
 
 
 def test_requests_are_lines_without_text(

@@ -4,15 +4,14 @@
 # mypy: no-strict-optional
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ollama
 import pytest
 from lazy_server import MB, LazyServer
-from live_server import LiveServer
 from scripted import ScriptedServer
-from sdk_clients import CALLS, CHAT_TOOLS, HELLO, NOW, WEATHER, ollama_client
+from sdk_clients import CALLS, CHAT_TOOLS, HELLO, NOW, WEATHER, client_fixture, ollama_client
 
 from mlxinfer.errors import ModelNotFoundError
 from tests.waiting import wait_until
@@ -22,17 +21,8 @@ pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
 GREEDY: Any = {"temperature": 0, "num_predict": 4}
 
 
-@pytest.fixture
-def demo(server: LiveServer) -> Iterator[ollama.Client]:
-    with ollama_client(server) as client:
-        yield client
-
-
-@pytest.fixture
-def client(scripted: ScriptedServer) -> Iterator[ollama.Client]:
-    with ollama_client(scripted) as client:
-        yield client
-    scripted.check_idle()
+client = client_fixture("scripted", ollama_client)
+demo = client_fixture("live", ollama_client)
 
 
 @pytest.mark.parametrize("name", ["demo", "demo:latest"])

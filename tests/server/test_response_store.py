@@ -11,7 +11,7 @@ import pytest
 from live_server import LiveServer
 from openai.types.responses import Response
 from scripted import ScriptedServer
-from sdk_clients import openai_client, strictly
+from sdk_clients import client_fixture, openai_client, strictly
 
 from mlxinfer.server.errors import StoreError
 from mlxinfer.server.keys import ApiKeys
@@ -26,10 +26,7 @@ def keeping() -> Iterator[ScriptedServer]:
         yield server
 
 
-@pytest.fixture
-def client(keeping: ScriptedServer) -> Iterator[openai.OpenAI]:
-    with openai_client(keeping) as client:
-        yield client
+client = client_fixture("keeping", openai_client)
 
 
 def ask(client: Any, **fields: Any) -> Any:

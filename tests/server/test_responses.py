@@ -5,7 +5,6 @@
 import base64
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -23,12 +22,6 @@ TOOLS: Any = [
     {"type": "function", **FUNCTION, "strict": False},
     {"type": "function", "name": "now", "parameters": None, "strict": True},
 ]
-
-
-@pytest.fixture
-def demo(server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def ask(client: Any, **fields: Any) -> Any:

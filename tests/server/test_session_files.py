@@ -17,7 +17,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from click.testing import CliRunner
-from test_sessions import LONG, ask, error_of, serving
+from test_sessions import LONG, ask, error_of, exported, serving
 
 from mlxinfer.cache.disk.entry import Entry, encode, read_entry
 from mlxinfer.cache.prefix.index import page_key
@@ -27,14 +27,6 @@ from tests.waiting import wait_until
 
 ROOT = bytes(20)
 SECONDS = 60.0  # that anything may take here
-
-
-def exported(folder: Path) -> bytes:
-    """The file of a session called notes."""
-    with serving(folder) as server:
-        ask(server)
-        server.post("/v1/sessions", {"name": "notes"})
-        return server.get("/v1/sessions/notes/file").content
 
 
 def with_head(file: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
@@ -206,7 +198,9 @@ def test_a_file_without_room_is_refused_and_leaves_what_sessions_keep(tmp_path: 
         taken = server.client.put("/v1/sessions?name=first", content=file)
         assert taken.status_code == 200, taken.text
         ask(server, LONG[::-1] * 2)
-        other = exported_elsewhere(tmp_path / "c")
+        other = exported(
+            tmp_path / "c", "Birds fly over a house, and fish swim under a boat. " * 12
+        )
         for _ in range(2):
             refused = server.client.put("/v1/sessions?name=second", content=other)
             assert "no room for the session" in error_of(refused, 503)
@@ -216,14 +210,6 @@ def test_a_file_without_room_is_refused_and_leaves_what_sessions_keep(tmp_path: 
     with serving(tmp_path / "d", f"{len(file) // 2000}KB") as server:
         refused = server.client.put("/v1/sessions", content=file)
         assert "no room for the session" in error_of(refused, 503)
-
-
-def exported_elsewhere(folder: Path) -> bytes:
-    """The file of another prompt of the same model."""
-    with serving(folder) as server:
-        ask(server, "Birds fly over a house, and fish swim under a boat. " * 12)
-        server.post("/v1/sessions", {"name": "other"})
-        return server.get("/v1/sessions/other/file").content
 
 
 def test_sessions_saved_at_once_keep_to_the_share_of_their_key(

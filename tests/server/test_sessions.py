@@ -48,6 +48,14 @@ def ask(server: LiveServer, text: str = LONG, **fields: Any) -> tuple[str, int, 
     return reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"], computed
 
 
+def exported(folder: Path, text: str = LONG) -> bytes:
+    """The file of a session called notes."""
+    with serving(folder) as server:
+        ask(server, text)
+        server.post("/v1/sessions", {"name": "notes"})
+        return server.get("/v1/sessions/notes/file").content
+
+
 def error_of(reply: Any, status: int) -> str:
     assert reply.status_code == status, reply.text
     message: str = reply.json()["error"]["message"]
@@ -119,10 +127,7 @@ def test_a_session_without_room_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", every(2, [3, 100, 2000, 40_000]))
 def test_a_damaged_file_is_refused(tmp_path: Path, at: int) -> None:
-    with serving(tmp_path / "a") as server:
-        ask(server)
-        server.post("/v1/sessions", {"name": "notes"})
-        whole = server.get("/v1/sessions/notes/file").content
+    whole = exported(tmp_path / "a")
     flipped = bytearray(whole)
     flipped[at] ^= 1
     with serving(tmp_path / "b") as server:
@@ -143,10 +148,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, at: int) -> None:
 
 
 def test_a_session_of_other_weights_is_refused(tmp_path: Path) -> None:
-    with serving(tmp_path / "a") as server:
-        ask(server)
-        server.post("/v1/sessions", {"name": "notes"})
-        file = server.get("/v1/sessions/notes/file").content
+    file = exported(tmp_path / "a")
     with serving(tmp_path / "b", bundled="demo") as server:
         message = error_of(server.client.put("/v1/sessions", content=file), 400)
         assert "was saved with weights" in message

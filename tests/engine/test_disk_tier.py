@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from engine.test_faults import break_launch
 
 from mlxinfer.cache.disk import group_key
 from mlxinfer.cache.prefix import PageNames
@@ -279,28 +280,11 @@ def test_without_a_prefix_cache_the_disk_is_left_alone(tmp_path: Path) -> None:
     assert not files_in(tmp_path)
 
 
-class Boom(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("reading", [False, True])
 def test_nothing_of_a_failed_step_reaches_the_disk(reading: bool, tmp_path: Path) -> None:
     harness = on_disk(tmp_path, num_pages=9)
-    launch = harness.loop.runner.launch
-
-    class Unreadable:
-        def __getattr__(self, name: str) -> object:
-            raise Boom
-
-    def failing(batch, previous):  # type: ignore[no-untyped-def]
-        launched = launch(batch, previous)
-        if not reading:
-            raise Boom
-        launched.sampled = Unreadable()
-        return launched
-
     answer(harness, prompt(120))
-    harness.loop.runner.launch = failing  # type: ignore[method-assign]
+    break_launch(harness, 1, read=reading)
     assert answer(harness, prompt(120, 1)).reason is FinishReason.ERROR
     harness.loop.close()
     assert not files_in(tmp_path)

@@ -193,11 +193,16 @@ def test_an_engine_waiting_to_check_kernels_can_close(monkeypatch: pytest.Monkey
     assert not closing.is_alive()
 
 
-def test_a_kernel_is_used_for_as_many_sequences_as_it_is_faster_for() -> None:
-    variant = bitmask_variant(mx.float16)
+def bitmask_use() -> tuple[KernelUse, list[ReadyFor], list[Fastest]]:
+    """A use of a kernel, and what is installed for it."""
     asked: list[ReadyFor] = []
     ways: list[Fastest] = []
-    use = KernelUse({ANY_ROWS: [variant]}, asked.append, install_fastest=ways.append)
+    variants = {ANY_ROWS: [bitmask_variant(mx.float16)]}
+    return KernelUse(variants, asked.append, install_fastest=ways.append), asked, ways
+
+
+def test_a_kernel_is_used_for_as_many_sequences_as_it_is_faster_for() -> None:
+    use, asked, ways = bitmask_use()
     fast, slow = {"kernel": 1.0, "MLX": 9.0}, {"kernel": 9.0, "MLX": 1.0, "other": 0.9}
     loads = Loads({1: fast, 4: slow, 16: fast})
     kernels = Kernels([use], lambda variants: dict.fromkeys(variants, loads))
@@ -206,17 +211,14 @@ def test_a_kernel_is_used_for_as_many_sequences_as_it_is_faster_for() -> None:
     assert [fastest(1, n, ("MLX", "other", "kernel")) for n in (3, 4)] == ["kernel", "other"]
     assert fastest(1, 4, ("MLX", "kernel")) == "MLX"
     assert ready(1), "a place that does not say how many gets what is faster over all"
-    kernels.leave_out([variant.kind])
+    kernels.leave_out(["bitmask"])
     assert not asked[-1](1, 1)
     assert ways[-1](1, 1, ("MLX", "kernel")) == "MLX"
     assert kernels.stats()["ready"] == 1
 
 
 def test_a_kernel_that_is_refused_leaves_the_fastest_way_of_mlx() -> None:
-    variant = bitmask_variant(mx.float16)
-    asked: list[ReadyFor] = []
-    ways: list[Fastest] = []
-    use = KernelUse({ANY_ROWS: [variant]}, asked.append, install_fastest=ways.append)
+    use, asked, ways = bitmask_use()
     loads = Loads({1: {"MLX": 2.0, "other": 1.0}, 16: {"MLX": 1.0, "other": 2.0}}, right=False)
     kernels = Kernels([use], lambda variants: dict.fromkeys(variants, loads))
     assert not asked[-1](1, 1)

@@ -1,5 +1,8 @@
 """Any checkpoint in, a verified MLX folder out, one tensor group at a time.
 
+All readers raise CheckpointError for a broken file, and UnsupportedModelError for what no
+converter can read.
+
 The package can be called: `mlxinfer.convert(source, out)` is `mlxinfer.convert_model`.
 """
 

@@ -194,12 +194,10 @@ class _Grid:
 
 
 def _total(values: Floats) -> Floats:
-    """Sum over each group, (..., 1)."""
     sums: Floats = np.einsum("rgk->rg", values)[..., None]
     return sums
 
 
 def _products(left: Floats, right: Floats) -> Floats:
-    """Sum of left * right over each group, (..., 1)."""
     sums: Floats = np.einsum("rgk,rgk->rg", left, right)[..., None]
     return sums

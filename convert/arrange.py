@@ -18,7 +18,7 @@ from ..models.config import ModelConfig, normalise
 from ..models.jsonfields import Fields
 from ..models.language import LanguageConfig
 from ..models.registry import family
-from ..models.towers.loading import tower_family, tower_name
+from ..models.towers.loading import tower_builder, tower_name
 from ..models.weights.files import is_row_table
 from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
@@ -97,7 +97,6 @@ class OutputTensor:
 
     @property
     def quantised(self) -> bool:
-        """Whether the source holds codes, not plain floats."""
         return self.lossless is not None or self.stored not in ("bf16", "f16", "f32")
 
     @property
@@ -157,13 +156,6 @@ class ArrangedSource:
 
 
 def arrange(source: SourceModel) -> ArrangedSource:
-    """Map the tensors of `source` to those of the output folder.
-
-    Raises:
-        UnsupportedModelError: an architecture that mlxinfer cannot run, so that nothing could be
-            checked.
-        CheckpointError: tensors are missing, misshapen, left over or get one name.
-    """
     config = normalise(source.config)
     builder = family(config.model_type)
     if not builder.packed_experts.outputs_first:
@@ -218,7 +210,7 @@ def _gives_vectors(source: SourceModel, rename: Rename) -> bool:
 
 
 def has_tower(source: SourceModel) -> bool:
-    known = tower_family(Fields(source.config, "config.json")) is not None
+    known = tower_builder(Fields(source.config, "config.json")) is not None
     return known and any(tower_name(name) is not None for name in source.tensors)
 
 
@@ -322,24 +314,19 @@ def _output(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:
 
 
 def check_tower(config: Fields, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
-    """Raise CheckpointError unless the tower of a config has exactly these tensors. Reads none.
-
-    Args:
-        shapes: of all tensors; those of the language model are left out.
-    """
-    family = tower_family(config)
-    assert family is not None
+    """Raise CheckpointError unless the tower of a config has exactly these tensors. Reads none."""
+    build = tower_builder(config)
+    assert build is not None
     arrays = {name: mx.zeros(shape) for name, shape in shapes.items()}  # never computed
     weights = Weights(Checkpoint(arrays, tower_name), NOWHERE, dtype="float32")
     try:
-        family.build(config, weights)
+        build(config, weights)
         weights.finish()
     except CheckpointError as error:
         raise CheckpointError(f"{label}, the part that sees pictures: {error}") from error
 
 
 def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
-    """Raise CheckpointError unless a model of `config` has exactly these tensors. Reads none."""
     module = family(config.model_type)
     scores = classifies(config.fields)
     arrays = {

@@ -55,12 +55,10 @@ def as_numpy(array: mx.array) -> NDArray[np.generic]:
 
 
 def mx_dtype(name: str) -> mx.Dtype:
-    """bfloat16 -> mx.bfloat16."""
     return _DTYPES[name]
 
 
 def dtype_name(array: mx.array) -> str:
-    """mx.bfloat16 -> bfloat16."""
     return next(name for name, dtype in _DTYPES.items() if dtype == array.dtype)
 
 

@@ -70,11 +70,7 @@ class ShardFile:
             raise
 
     def write(self, name: str, offset: int, data: NDArray[np.generic]) -> int:
-        """Put `data` `offset` bytes into the array `name`; returns the number of bytes.
-
-        Raises:
-            OSError: the disk is full, or worse.
-        """
+        """Put `data` `offset` bytes into the array `name`; returns the number of bytes."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         starts, size = self._places[name]
         view = raw.data

@@ -86,10 +86,6 @@ def fused(
     Args:
         dense: matrices that were quantised are given as numbers, else as codes.
         bits: of the codes; None: the matrix's own format.
-
-    Raises:
-        CheckpointError: a module that the base does not have, a matrix of another shape, or a
-            module of the base that the adapter should change and does not.
     """
     loaded = mx.load(str(adapter.file))
     assert isinstance(loaded, dict)
@@ -191,7 +187,6 @@ class _Merging:
         return Packed(weight, scales, biases[0] if biases else None)
 
     def _merged(self, rows: slice) -> mx.array:
-        """Values in float32 of a range of the first axis."""
         values = self.source.read(self.info.name, rows).astype(mx.float32)
         if len(self.info.shape) == 2:
             return self._changed(values, self.changes[None], rows)
@@ -228,7 +223,6 @@ class _Merging:
         return (b.T, a.T * module.scale) if change.of_table else (a, b * module.scale)
 
     def check_shapes(self) -> None:
-        """Raise CheckpointError for matrices of another shape than the base's."""
         outputs, inputs = self.info.shape[-2:]
         for change in self.changes.values():
             a, b = self._pair(change, inputs)

@@ -67,8 +67,6 @@ def _options(source: SourceModel, exact: bool) -> ConversionOptions:
 def _convert(
     conversion: Conversion, file: ImportedFile, path: Path, show: Callable[[int], None], total: int
 ) -> None:
-    """Write the folder, or leave nothing."""
-
     def progress(step: str, done: int, count: int) -> None:
         if step == "write":
             show(total // _SHARE + done * (total - total // _SHARE) // max(count, 1))

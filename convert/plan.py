@@ -183,10 +183,6 @@ def make_plan(
         shard_bytes: of a file, at most.
         by_layer: tensors in the order of their layers, then those of none; else as in the source.
         split_experts: all matrices of an expert lie side by side.
-
-    Raises:
-        InvalidRequestError: an exception that matches no tensor, a format of groups that do not
-            fill a tensor's rows, or experts to split that are not there.
     """
     _check_overrides(arranged, recipe)
     tensors = list(_planned(arranged, recipe, chosen or {}))
@@ -330,10 +326,7 @@ class MemoryBudget:
 def make_budget(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
 ) -> MemoryBudget:
-    """As much as `options.max_memory` allows, and no more than is useful.
-
-    `comparing`: the source and the output are run to compare their logits.
-    """
+    """As much as `options.max_memory` allows, and no more than is useful."""
     limit, calibrates = options.max_memory, options.calibration is not None
     base = BASE_BYTES + CACHED_BYTES + TOKEN_BYTES * arranged.config.vocab_size
     room = None if limit is None else max(0, limit - base)

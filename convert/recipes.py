@@ -40,11 +40,7 @@ _AFFINE = re.compile(r"(?P<bits>[2-8])bit(?:-g(?P<group>\d+))?")
 
 
 def parse_format(text: str, *, group_size: int = GROUP) -> MLXFormat | None:
-    """The format that `text` names; None for "dense".
-
-    Raises:
-        InvalidRequestError: there is no such format.
-    """
+    """The format that `text` names; None for "dense"."""
     if text == "dense":
         return None
     if text in FLOATS:
@@ -59,11 +55,7 @@ def parse_format(text: str, *, group_size: int = GROUP) -> MLXFormat | None:
 
 
 def affine(bits: int, group_size: int = GROUP) -> MLXFormat:
-    """`bits` bits in groups that share a scale and a bias.
-
-    Raises:
-        InvalidRequestError: MLX has no such format.
-    """
+    """`bits` bits in groups that share a scale and a bias."""
     if bits not in BITS or group_size not in GROUPS:
         raise InvalidRequestError(
             f"MLX has no format of {bits} bits in groups of {group_size}; expected "
@@ -232,9 +224,6 @@ def make_recipe(
         overrides: "PATTERN=FORMAT"; of several that match, the last counts.
         keep_format: keep what the source has quantised, as `keep` does; the rest as `name` says.
         tower_bits: of the part that sees pictures; None: it is not quantised.
-
-    Raises:
-        InvalidRequestError: an unknown recipe, format or dtype, or a group size for nothing.
     """
     group = group_size or GROUP
     if dtype is not None and dtype not in DENSE.values():

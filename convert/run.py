@@ -136,12 +136,7 @@ class Conversion:
             )
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
-        """Convert.
-
-        Raises:
-            ConversionError: the target, the disk or what is written is not as it should be.
-            CheckpointError: the source is broken.
-        """
+        """Convert."""
         place = Workplace(self.out)
         self.check_room()
         self._check_tokenizer()
@@ -259,14 +254,7 @@ class Conversion:
         return text
 
     def _check_side_files(self, place: Workplace) -> tuple[Tokenizer | None, str | None]:
-        """Load config and tokenizer as loading the output will, before hours of work.
-
-        Returns:
-            The tokenizer, or why it cannot be loaded here where it is not broken.
-
-        Raises:
-            CheckpointError: the tokenizer or generation_config.json is broken.
-        """
+        """Load config and tokenizer as loading the output will, before hours of work."""
         path = place.model / "generation_config.json"
         if self.arranged.definition is None:
             normalise(self.source.config, read_json(path) if path.is_file() else {})
@@ -278,10 +266,7 @@ class Conversion:
             return None, str(error)
 
     def _check_opens(self, folder: Path, plan: ConversionPlan) -> None:
-        """Raise ConversionError if the config of the output describes another model than it holds.
-
-        The config is read and the decoder is built as they are when the output loads.
-        """
+        """Raise ConversionError if the output would not load: its config is of another model."""
         shapes = {output.name: output.shape for output in self.arranged.outputs}
         try:
             if self.arranged.definition is not None:

@@ -120,10 +120,6 @@ def check_shard(
     """Compare every tensor of a finished file with the source.
 
     `tell`: is called with the number of weights that were compared.
-
-    Raises:
-        CheckpointError: the file is no sound safetensors file.
-        ConversionError: it does not hold the arrays that were planned.
     """
     wanted = {a.name: (a.dtype, a.shape) for tensor in planned for a in tensor.arrays}
     reader = ShardReader(path, wanted)
@@ -232,11 +228,7 @@ class ScaleLoss:
 
 
 def confirm(entry: Entry, written: ErrorStats, checksums: list[int]) -> None:
-    """Whether reading found what was written, and the error that writing left.
-
-    Raises:
-        ConversionError: it did not.
-    """
+    """Whether reading found what was written, and the error that writing left."""
     name, relative = entry["name"], entry["relative"]
     if entry["checksums"] != checksums:
         raise ConversionError(f"{name} on the disk is not what was written: it is damaged.")

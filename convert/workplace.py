@@ -40,11 +40,7 @@ class Workplace:
 
     @property
     def root(self) -> Path:
-        """Beside the output, so that moving it is one rename.
-
-        Raises:
-            ConversionError: the output has no name.
-        """
+        """Beside the output, so that moving it is one rename."""
         if not self.out.name:
             raise ConversionError(f"{str(self.out)!r} has no name; give the name of a new folder.")
         return self.out.with_name(self.out.name + ".partial")
@@ -100,11 +96,7 @@ def _delete(path: Path) -> None:
 
 
 def check_place(place: Workplace, source: Path | None) -> None:
-    """Check that `place` may be used: its contents are deleted in the end.
-
-    Raises:
-        ConversionError: it is the source, inside it or around it, of another program, or no folder.
-    """
+    """Check that `place` may be used: its contents are deleted in the end."""
     if source is not None:
         _check_apart(place, source)
     kind = "link" if place.root.is_symlink() else "file"
@@ -133,12 +125,7 @@ def _check_apart(place: Workplace, source: Path) -> None:
 
 
 def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> None:
-    """Check that the output and the working folder can be written.
-
-    Raises:
-        ConversionError: it exists, is the source or inside it, cannot be written, or the disk has
-            no room for `needed_bytes`.
-    """
+    """Check that the output and the working folder can be written."""
     out = place.out
     if source is not None and out.resolve().is_relative_to(source.resolve()):
         raise ConversionError(
@@ -183,12 +170,7 @@ def check_name(out: Path) -> None:
 
 @contextmanager
 def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
-    """Hold the workplace, made if need be.
-
-    Raises:
-        ConversionError: another process is there, an interrupted conversion is there and neither
-            `resume` nor `restart` was asked for, or the disk is full or read-only.
-    """
+    """Hold the workplace, made if need be."""
     with disk_failures(place):
         interrupted = place.journal.exists()
         place.root.mkdir(exist_ok=True)

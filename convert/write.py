@@ -70,11 +70,7 @@ class Journal:
             self._load()
 
     def begin(self, start: dict[str, Any]) -> None:
-        """Record which conversion this is, or check that it is the interrupted one.
-
-        Raises:
-            ConversionError: it is another one.
-        """
+        """Record which conversion this is, or check that it is the interrupted one."""
         start = {"version": f"{VERSION} of mlxinfer {version('mlxinfer')}", **start}
         if not self.start:
             self.start = start
@@ -400,11 +396,7 @@ def checked_entries(
     block: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """For the report, as reading a finished file finds them, `block` numbers at a time.
-
-    Raises:
-        ConversionError: the file is not what was written.
-    """
+    """For the report, as reading a finished file finds them, `block` numbers at a time."""
     entries, done = [], 0
     count = sum(tensor.output.num_weights for tensor in tensors)
 

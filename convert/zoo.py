@@ -18,12 +18,13 @@ from ..models import zoo
 from ..models.config import normalise
 from ..models.quantization import Quantization
 from ..models.registry import family, is_native
-from ..models.weights.tensors import FLOATS
+from ..models.weights.tensors import FLOATS, STORED
 from ..models.zoo.choice import choose, fill, kept_alone, lazy_arrays
 from ..models.zoo.definitions import Definition
 from ..models.zoo.spelling import tensors_respelled
 from .arrange import ArrangedSource, OutputTensor
-from .plan import ConversionPlan
+from .arrays import mx_dtype
+from .plan import SAFETENSORS, ConversionPlan
 from .read import SourceModel, SourceTensor
 from .read.source import TensorReader
 from .recipes import ConversionOptions
@@ -36,15 +37,6 @@ NOTE = (
     "mlx-lm's definition of {kind} made the tensors. They were rounded without a text for "
     "calibration, and logits were not compared."
 )
-_STORED = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-_NAMED = {name: dtype for dtype, name in FLOATS.items()}
-_DTYPES = {
-    "BF16": mx.bfloat16,
-    "F16": mx.float16,
-    "F32": mx.float32,
-    "U32": mx.uint32,
-    "U8": mx.uint8,
-}
 
 
 class MadeTensors:
@@ -76,19 +68,13 @@ class MadeTensors:
 
 
 def arrange_made(source: SourceModel) -> ArrangedSource:
-    """The tensors that mlx-lm's definition makes of a source, for the output folder.
-
-    Raises:
-        UnsupportedModelError: nothing defines the architecture, or the config is one that the
-            definition gets wrong; or tensors are no plain floats.
-        CheckpointError: tensors are missing, misshapen or left over.
-    """
+    """The tensors that mlx-lm's definition makes of a source, for the output folder."""
     config, definition = choose(source.config, {})
     if not source.as_made:
         readers = _made_readers(source, definition, config.model_type)
         source = replace(source, readers=readers, reads_whole=True)
     infos = source.tensors.values()
-    shapes = {info.name: (_NAMED[info.dtype], info.shape) for info in infos}
+    shapes = {info.name: (mx_dtype(info.dtype), info.shape) for info in infos}
     check_made(definition, None, shapes, source.label)
     outputs = tuple(_output(info, definition.quantisable) for info in infos)
     return ArrangedSource(source, config, outputs, definition)
@@ -106,7 +92,7 @@ def _made_readers(
                 "converted from floats of 16 or 32 bits."
             )
         dtype = FLOATS[array.dtype]
-        info = SourceTensor(name, array.shape, dtype, _STORED[dtype], array.nbytes)
+        info = SourceTensor(name, array.shape, dtype, SAFETENSORS[dtype].lower(), array.nbytes)
         readers[name] = TensorReader(info, (), partial(made.values, name))
     return readers
 
@@ -145,7 +131,7 @@ def check_made(
 def check_opens(folder: Path, plan: ConversionPlan, label: str) -> None:
     """Raise ModelError unless the config of the output and its tensors load. None is read."""
     config, definition = choose(*zoo.read(folder))
-    tensors = {a.name: (_DTYPES[a.dtype], a.shape) for t in plan.tensors for a in t.arrays}
+    tensors = {a.name: (STORED[a.dtype], a.shape) for t in plan.tensors for a in t.arrays}
     check_made(definition, config.quantization, tensors, label)
 
 
@@ -166,10 +152,7 @@ def without_layers(source: SourceModel, options: ConversionOptions) -> Conversio
 
 
 def refuse_layers(source: SourceModel, options: ConversionOptions, *, comparing: bool) -> None:
-    """Raise InvalidRequestError for what runs a model layer by layer, where none runs alone.
-
-    Experts of a definition are not taken apart either.
-    """
+    """Raise InvalidRequestError for what runs a model layer by layer, where none runs alone."""
     native = is_native(source.config)
     asked = {
         "learn": options.learn_minutes is not None,

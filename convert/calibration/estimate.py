@@ -39,11 +39,7 @@ def estimated_seconds(
     *,
     comparing: bool,
 ) -> float:
-    """Seconds of running the source, of rounding, and of learning; 0 without calibration.
-
-    Args:
-        comparing: the source and the output are run to compare their logits.
-    """
+    """Seconds of running the source, of rounding, and of learning; 0 without calibration."""
     if options.calibration is None:
         return 0.0
     streamed, config = StreamedModel(arranged), arranged.config

@@ -65,9 +65,6 @@ def write(
     Args:
         hidden: (T, hidden) of each file.
         tell: is called with the number of columns that are written.
-
-    Raises:
-        OSError: the disk is full; then there are no files of these names.
     """
     vocab, longest, start = arranged.config.vocab_size, max(map(len, hidden.values())), 0
     size = MAX_LOGITS // longest * streamed.head.shape[-1]
@@ -171,7 +168,6 @@ class LogitCheck:
 
     @property
     def passed(self) -> bool:
-        """Within the limits; NaN is not."""
         return self.kl_mean <= self.max_kl and self.clear_top1 >= self.min_top1
 
 
@@ -203,11 +199,7 @@ def compare_logits(
     max_kl: float,
     min_top1: float = 0.0,
 ) -> LogitCheck:
-    """Compare two files of logits of sequences of one length, the source's and others.
-
-    Raises:
-        ConversionError: a file is damaged.
-    """
+    """Compare two files of logits of sequences of one length, the source's and others."""
     parts = zip(*_compared(sequences, reference, output), strict=True)
     divergence, same, clear, losses = (np.concatenate(part, axis=-1) for part in parts)
     source_loss, loss = losses.mean(axis=-1)

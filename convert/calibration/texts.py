@@ -76,9 +76,6 @@ def make_texts(
         begin: ids that every sequence begins with. Many models give nonsense without their BOS.
         sequences: for calibration, at most.
         positions: in all sequences of the check, at most.
-
-    Raises:
-        InvalidRequestError: too little text.
     """
     ids = encode(calibration)
     if check is None:

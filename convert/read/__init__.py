@@ -12,9 +12,6 @@ from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf
 from .source import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
 
-__all__ = ["MLXFormat", "Packed", "SourceModel", "SourceTensor", "expert_groups", "open_source"]
-
-
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -39,11 +39,6 @@ def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = Non
 
     Args:
         tokenizer: files from elsewhere, instead of those in the folder.
-
-    Raises:
-        CheckpointError: a file that is broken or disagrees with another.
-        ModelNotFoundError: no safetensors.
-        UnsupportedModelError: a format that is not known.
     """
     config = read_json(folder / "config.json")
     headers = read_headers(folder)
@@ -100,17 +95,13 @@ def exchanged(
     """A checkpoint's own side files, but for another tokenizer where one is given."""
     if tokenizer is None:
         return files
-    others = {
-        name: content
-        for name, content in files.items()
-        if not any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
-    }
-    theirs = {
-        name: content
-        for name, content in tokenizer.items()
-        if any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
-    }
+    others = {name: content for name, content in files.items() if not _of_tokenizer(name)}
+    theirs = {name: content for name, content in tokenizer.items() if _of_tokenizer(name)}
     return others | theirs
+
+
+def _of_tokenizer(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
 
 
 def left_out(folder: Path, kept: Iterable[str]) -> list[str]:

@@ -48,12 +48,7 @@ ACTIVATIONS_NOTE = "Scales of activations and of the KV cache are left out: they
 def readers_of(
     arrays: Mapping[str, StoredArray], claims: Sequence[Claim]
 ) -> tuple[dict[str, TensorReader], tuple[str, ...]]:
-    """A reader for each tensor, and notes for the user.
-
-    Raises:
-        CheckpointError: arrays that do not go together, or that nothing claims.
-        UnsupportedModelError: arrays that change what a layer computes.
-    """
+    """A reader for each tensor, and notes for the user."""
     readers: dict[str, TensorReader] = {}
     notes: dict[str, None] = {}
     for path, leaves in _by_module(arrays).items():
@@ -164,10 +159,6 @@ def choose_method(
     Args:
         beside: contents of quantize_config.json, quant_config.json and hf_quant_config.json where
             they are; old GPTQ, AWQ and ModelOpt checkpoints describe themselves there.
-
-    Raises:
-        CheckpointError: a description that makes no sense.
-        UnsupportedModelError: a method that is not known.
     """
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) and "model_type" in inner else config

@@ -94,9 +94,6 @@ def _value(lines: str, key: str) -> str | None:
     return value if value and len(value) <= 300 and ":" not in value[:5] else None
 
 
-__all__ = ["MLXFormat", "Packed", "SourceModel", "SourceTensor", "TensorReader"]
-
-
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """One tensor of a source, known from headers alone."""
@@ -172,9 +169,6 @@ class SourceModel:
         Memory is that of the values asked for and, while they are made from codes, up to three
         times as much again (12 bytes a value): ask for rows of what is large. Files are mapped, so
         their pages are not held.
-
-        Raises:
-            CheckpointError: there is no such tensor, or its data cannot be right.
         """
         reader = self._reader(name)
         shape = reader.info.shape
@@ -182,11 +176,7 @@ class SourceModel:
             return reader.values(_bounded(rows, shape[0], name) if shape else slice(None))
 
     def read_packed(self, name: str, rows: slice | None = None) -> Packed:
-        """The codes of a tensor, or of a range of its first axis, in the format `lossless`.
-
-        Raises:
-            CheckpointError: there is no such tensor or no such format, or codes stand for NaN.
-        """
+        """The codes of a tensor, or of a range of its first axis, in the format `lossless`."""
         reader = self._reader(name)
         if reader.codes is None or reader.info.lossless is None:
             raise CheckpointError(
@@ -262,9 +252,6 @@ def expert_groups(names: Iterable[str]) -> dict[str, list[str]]:
     """Stacked name -> its experts in order.
 
     `model.layers.0.mlp.switch_mlp.up_proj.weight` -> [`model.layers.0.mlp.experts.0.up_proj...`].
-
-    Raises:
-        CheckpointError: an expert is missing.
     """
     groups: dict[str, dict[int, str]] = {}
     for name in names:

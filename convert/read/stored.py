@@ -16,27 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CheckpointError
+from ...models.weights.files import NUMPY
 
 Array = NDArray[Any]
 
-NUMPY: dict[str, str] = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "F8_E4M3": "|u1",
-    "F8_E5M2": "|u1",
-    "F8_E8M0": "|u1",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "|i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "|u1",
-    "BOOL": "|u1",
-}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PLAIN = {**FLOATS, "I64": "int64"}  # stored as they are: numbers of n-grams are whole
 
@@ -57,11 +40,7 @@ class StoredArray:
         return prod(self.shape) * np.dtype(NUMPY[self.dtype]).itemsize
 
     def view(self, rows: slice = slice(None)) -> Array:
-        """The stored numbers, or a range of the first axis; BF16 as uint16, F8 as uint8.
-
-        Raises:
-            CheckpointError: the file is not as long any more as it was.
-        """
+        """The stored numbers, or a range of the first axis; BF16 as uint16, F8 as uint8."""
         if self.num_bytes == 0:
             return np.zeros(self.shape, NUMPY[self.dtype])[rows]
         try:
@@ -81,11 +60,7 @@ class StoredArray:
         return CheckpointError(f"Tensor {self.name[:200]!r} of {self.path.name} {what}.")
 
     def expect(self, dtypes: Sequence[str], shape: Sequence[int] | None = None) -> "StoredArray":
-        """This array, if it has one of these dtypes and this shape.
-
-        Raises:
-            CheckpointError: it has not.
-        """
+        """This array, if it has one of these dtypes and this shape."""
         if self.dtype not in dtypes:
             raise self.fail(f"is {self.dtype}; expected {' or '.join(dtypes)}")
         if shape is not None and self.shape != tuple(shape):

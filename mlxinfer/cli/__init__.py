@@ -1,4 +1,7 @@
-"""The `mlxinfer` command, from the start of the process to its exit code."""
+"""The `mlxinfer` command, from the start of the process to its exit code.
+
+Errors end at one place, `_commands.guarded`, which says them to the user.
+"""
 
 import os
 import sys

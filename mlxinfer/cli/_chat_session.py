@@ -58,7 +58,6 @@ class ChatSession:
         return params
 
     def close(self) -> None:
-        """Free the model, and end the servers of tools."""
         self._free()
         if self.tools is not None:
             self.tools.close()
@@ -153,11 +152,7 @@ class ChatSession:
         return None
 
     def set(self, key: str, value: str) -> None:
-        """Change one sampling parameter; `value` is JSON, or text for `stop`.
-
-        Raises:
-            InvalidRequestError: there is no such parameter, or the value is out of range.
-        """
+        """Change one sampling parameter; `value` is JSON, or text for `stop`."""
         check_setting(key)
         try:
             parsed = json.loads(value)
@@ -172,32 +167,18 @@ class ChatSession:
         self.values = values
 
     def attach(self, path: Path) -> int:
-        """Send a file's text along with the next message; returns its length in characters.
-
-        Raises:
-            InvalidRequestError: it cannot be read, or is not text.
-        """
+        """Send a file's text along with the next message; returns its length in characters."""
         text = attached(path)
         self.files.append(text)
         return len(text)
 
     def attach_picture(self, path: str) -> None:
-        """Send a picture along with the next message.
-
-        Raises:
-            UnsupportedFieldError: the model does not see.
-            PictureError: there is no such file, or it is no picture.
-        """
+        """Send a picture along with the next message."""
         check_sees(self.llm)
         self.images.append(picture_data(path))
 
     def attach_video(self, path: str) -> None:
-        """Send a video along with the next message; its file is read with every turn.
-
-        Raises:
-            UnsupportedFieldError: the model does not see.
-            PictureError: there is no such file, or it is no video.
-        """
+        """Send a video along with the next message; its file is read with every turn."""
         check_sees(self.llm)
         check_videos((path,))
         self.videos.append(path)
@@ -255,7 +236,6 @@ class ChatSession:
 
 
 def check_setting(key: str) -> None:
-    """Raise InvalidRequestError unless SamplingParams has such a field."""
     known = [f.name for f in fields(SamplingParams) if f.name not in FUNCTIONS]
     if key not in known:
         near = get_close_matches(key, known, n=1)
@@ -286,12 +266,7 @@ def is_command(line: str) -> bool:
 
 
 def run_command(session: ChatSession, line: str) -> CommandReply:
-    """Run the command of a line.
-
-    Raises:
-        InvalidRequestError: there is no such command, or its argument is missing or wrong.
-        MlxinferError, OSError: those of models and files.
-    """
+    """Run the command of a line."""
     name, _, argument = line[1:].partition(" ")
     name = OTHER_NAMES.get(name, name)
     if name not in COMMANDS:

@@ -35,7 +35,7 @@ COMMANDS = {  # in the order of --help -> the module that has it, and its name t
     "convert": "convert.command",
     "fuse": "convert.fuse",
     "launch": "running.launch",
-    "why": "why.command",
+    "why": "running.why",
     "history": "history.command",
     "session": "session.command",
     "config": "config.command",
@@ -57,7 +57,6 @@ class CommandTable(click.Group):
     """A group with the commands of COMMANDS, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, the usual ones first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -72,7 +71,6 @@ class CommandTable(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command of the first argument; a similar name is suggested."""
         near = get_close_matches(args[0], COMMANDS)
         if near and args[0] not in COMMANDS:
             meant = " or ".join([repr(name) for name in near])

@@ -60,14 +60,12 @@ def config_option(function: Function) -> Function:
 
 
 def config_of(ctx: click.Context) -> ConfigFile:
-    """Return the config file that a command was started with."""
     config = ctx.meta["mlxinfer.config"]
     assert isinstance(config, ConfigFile)
     return config
 
 
 def origin_of(ctx: click.Context, parameter: click.Parameter) -> str:
-    """Return where the value of a parameter comes from."""
     source = ctx.get_parameter_source(parameter.name or "")
     return ORIGINS.get(source or ParameterSource.DEFAULT, "default")
 
@@ -324,11 +322,7 @@ def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[s
 
 
 def open_tools(config: ConfigFile) -> McpTools | None:
-    """Connect to the MCP servers of a config file; None: it names none. Failures are noted.
-
-    Raises:
-        UnsupportedFieldError: the extra `mcp` is not installed.
-    """
+    """Connect to the MCP servers of a config file; None: it names none. Failures are noted."""
     if not config.mcp:
         return None
     tools = McpTools(config.mcp)

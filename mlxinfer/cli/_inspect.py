@@ -175,14 +175,7 @@ def _write_text(plan: hub.DownloadPlan, name: str, folder: Path, limit: int) -> 
 
 
 def fit_of_repository(name: str, limit_bytes: int) -> Fit:
-    """The verdict of a repository of the hub; a folder on this disk gets the same.
-
-    Only its list of files, its config, its index and the headers of its weights are read.
-
-    Raises:
-        ModelNotFoundError, DownloadError: those of `hub.plan_pull`.
-        CheckpointError: a weight file is no safetensors.
-    """
+    """The verdict of a repository of the hub; a folder on this disk gets the same."""
     plan = hub.plan_pull(name)
     files = [file for file in plan.files if file.path.endswith(".safetensors")]
     with tempfile.TemporaryDirectory() as temporary:

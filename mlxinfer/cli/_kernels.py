@@ -48,7 +48,6 @@ class KernelRow:
 
     @property
     def cells(self) -> list[str]:
-        """A line of the table."""
         is_used = any(map(is_kernel, self.used.values())) or self.speed is None
         unused = "" if is_used else ", not used"
         figures = [_figure(figure) for figure in (self.error, self.tolerance, self.speed)]
@@ -56,7 +55,6 @@ class KernelRow:
 
     @property
     def remarks(self) -> list[str]:
-        """Lines below the table."""
         times = [
             f"{load}: {', '.join(f'{way} {time:.0f} us' for way, time in of.items())}"
             for load, of in self.times_us.items()
@@ -73,16 +71,13 @@ class KernelReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no variant failed; true also where none could be run."""
         return all(row.status == "ok" for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         rows = [asdict(row) for row in self.rows]
         return {"ok": self.ok, "about": self.about, "kernels": rows}
 
     def as_text(self) -> str:
-        """A table for people, with remarks about single variants."""
         if not self.rows:
             return self.about
         header = ("VARIANT", "VERDICT", "ERROR", "ALLOWED", "SPEED")
@@ -93,7 +88,6 @@ class KernelReport:
 
 
 def kernel_report() -> KernelReport:
-    """Check every kernel, where there is a GPU."""
     gpu = this_gpu()
     if gpu is None:
         return KernelReport("There is no Metal here, so kernels are not used.")

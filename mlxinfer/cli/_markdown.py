@@ -6,23 +6,27 @@ table, fenced code) is printed once and scrolls away, and only the open block is
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from threading import Lock, Timer
 from typing import IO, TYPE_CHECKING, ClassVar
 
 from ._output import printable, styled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from markdown_it import MarkdownIt
     from rich.console import Console, ConsoleOptions
     from rich.live import Live
     from rich.markdown import Markdown
     from rich.segment import Segment
+    from rich.status import Status
 
     from ..outputs import Delta
 
 FRAME_S = 0.06  # at most one redraw in this time
+PATIENCE_S = 0.7  # in which most answers begin
+TURN = "waiting for its turn…"  # nothing of the prompt is computed yet
 
 
 def split_finished(text: str) -> tuple[str, str]:
@@ -79,7 +83,6 @@ class MarkdownStream:
         self._drawn_s = 0.0
 
     def feed(self, text: str) -> None:
-        """Add `text` and show it."""
         self._open += printable(text)
         if "\n" in text:  # blocks begin with lines
             finished, self._open = split_finished(self._open)
@@ -88,7 +91,6 @@ class MarkdownStream:
         self._draw()
 
     def finish(self) -> None:
-        """Print the open block, if there is one."""
         if self._open.strip():
             self._print(self._open)
         self._open = ""
@@ -131,7 +133,6 @@ class AnswerStream:
         self._text = MarkdownStream(console)
 
     def feed(self, delta: "Delta") -> None:
-        """Show what a step added."""
         if self._thoughts is not None and delta.reasoning:
             self._thoughts.feed(delta.reasoning)
         if delta.text:
@@ -140,7 +141,6 @@ class AnswerStream:
             self._text.feed(delta.text)
 
     def finish(self) -> None:
-        """Print what is open."""
         if self._thoughts is not None:
             self._thoughts.finish()
         self._text.finish()
@@ -154,7 +154,6 @@ class PlainStream:
         self._last = "\n"
 
     def feed(self, delta: "Delta") -> None:
-        """Write what a step added."""
         if self._thoughts is not None and delta.reasoning:
             self._thoughts.write(styled(printable(delta.reasoning), "2", self._thoughts))
             self._thoughts.flush()
@@ -164,7 +163,6 @@ class PlainStream:
             self._last = delta.text[-1]
 
     def finish(self) -> None:
-        """End the line, unless the text did."""
         if self._last != "\n":
             self._stream.write("\n")
             self._stream.flush()
@@ -184,3 +182,67 @@ class _Lines:
         for line in self._lines:
             yield from line
             yield Segment.line()
+
+
+# -- until the first word -------------------------------------------------------------------------
+
+
+class WaitingLine:
+    """What an answer waits for: its turn, then its prompt with a percentage and the time left.
+
+    Nothing is written before PATIENCE_S, nor where the console is no terminal.
+    """
+
+    def __init__(self, console: "Console") -> None:
+        self._console, self._text = console, TURN
+        self._first: tuple[float, int] | None = None  # when, and the tokens that were computed
+        self._lock, self._ended = Lock(), False
+        self._status: Status | None = None
+        self._timer = Timer(PATIENCE_S, self._show)
+        self._timer.daemon = True
+
+    def begin(self) -> None:
+        if self._console.is_terminal:
+            self._timer.start()
+
+    def read(self, computed: int, total: int) -> None:
+        """Say how far the prompt is; as `prompt_progress_callback`."""
+        now_s = time.monotonic()
+        first_s, at_first = self._first = self._first or (now_s, computed)
+        done, left = computed - at_first, total - computed
+        self._text = f"reading {total:,} tokens: {100 * computed // total} %"
+        if done and (left_s := (now_s - first_s) * left / done) >= 1:
+            self._text += f", {left_s:.0f} s left"
+        with self._lock:
+            if self._status is not None:
+                self._status.update(self._text)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._ended = True
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._status = self._console.status(self._text)
+                self._status.start()
+
+
+@contextmanager
+def until_first_word(line: WaitingLine, deltas: "Iterator[Delta]") -> "Iterator[Iterator[Delta]]":
+    """The same deltas; the line stands until the first one, or an error."""
+
+    def watched() -> "Iterator[Delta]":
+        for delta in deltas:
+            line.end()
+            yield delta
+
+    line.begin()
+    try:
+        yield watched()
+    finally:
+        line.end()

@@ -1,8 +1,9 @@
-"""Model names on the command line to folders, with a progress bar for a download."""
+"""Model names on the command line to folders, with a progress bar, and what their files say."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ModelError
 from ..library import resolve
 from ..progress import progress_bars
 
@@ -25,7 +26,6 @@ def has_chat_template(folder: Path | str) -> bool:
 
 def pooling_of(folder: Path, name: str, task: str = "auto") -> "PoolingConfig | None":
     """Return how a model pools; None if it generates, or if files are wrong, as loading says."""
-    from ..errors import ModelError
     from ..pooling.config import read_pooling
 
     try:

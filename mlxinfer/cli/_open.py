@@ -1,4 +1,4 @@
-"""Model names on the command line to an LLM: at a running server that has the model, or here."""
+"""Model names on the command line to LLMs, here or at a running server."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,6 @@ def open_llm(
 
     Args:
         name: of a model, a folder, or the address of a server.
-
-    Raises:
-        InvalidRequestError: an adapter for the model of a server's address.
-        the errors of hub and LLM.
     """
     from ..llm import LLM
 
@@ -57,11 +53,7 @@ def open_llm(
 
 
 def default_model(default: str, *, local: bool) -> str:
-    """The model where none is named: the first of the server in MLXINFER_SERVER, or the default.
-
-    Raises:
-        ServerError: that server does not answer.
-    """
+    """The model where none is named: the first of the server in MLXINFER_SERVER, or the default."""
     from ..remote.find import first_name, named_server
 
     url = "" if local else named_server()
@@ -69,11 +61,7 @@ def default_model(default: str, *, local: bool) -> str:
 
 
 def _served(name: str) -> tuple[str, str] | None:
-    """The address of a server that has a model, and the model's name there.
-
-    Raises:
-        ServerError: the server of MLXINFER_SERVER does not answer. Of others it is noted.
-    """
+    """The address of a server that has a model, and the model's name there."""
     from ..remote.find import named_server, served_name
 
     url = named_server()

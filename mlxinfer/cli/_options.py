@@ -1,7 +1,8 @@
 """Options that several commands share, and how they become SamplingParams and LLM arguments."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +27,6 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text, if it is a size."""
         try:
             parse_bytes(str(value), param=param.name or "size" if param else "size")
         except InvalidRequestError as error:
@@ -80,7 +80,6 @@ class FileOption(click.Option):
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
     ) -> tuple[Any, list[str]]:
-        """Refuse a value of the command line."""
         if self.name in opts:
             name = self.opts[0].removeprefix("--")
             variable = f"{ctx.auto_envvar_prefix}_{(self.name or '').upper()}"
@@ -226,7 +225,7 @@ def sampling_options(function: Function) -> Function:
     options = []
     for name, (kind, text) in SAMPLING.items():
         details: dict[str, Any] = {"multiple": True, "metavar": "TEXT"} if name == "stop" else {}
-        options.append(click.option(_flag(name), type=kind, help=text, **details))
+        options.append(click.option(flag_of(name), type=kind, help=text, **details))
     return apply_options(options, function)
 
 
@@ -267,7 +266,7 @@ def _add(names: Sequence[str], hidden: Sequence[str], function: Function) -> Fun
     for name in names:
         how = {"help": _flag_help(name), **_KINDS.get(EngineArguments.__annotations__[name], {})}
         how["hidden"] = name in hidden
-        flag = _flag(name)
+        flag = flag_of(name)
         if EngineOptions.__dataclass_fields__[name].default is True:
             flag += f"/--no-{name.replace('_', '-')}"
             how["is_flag"] = True
@@ -280,7 +279,7 @@ def _flag_help(name: str) -> str:
     text, default = help_of(name), ""
     if match := re.search(r" Default: ([^.]+)\.", text):
         text, default = text.replace(match[0], ""), f"  [default: {match[1]}]"
-    flags = {option: _flag(option) for option in ENGINE_NAMES if "_" in option}
+    flags = {option: flag_of(option) for option in ENGINE_NAMES if "_" in option}
     return re.sub("|".join(flags), lambda match: flags[match[0]], text) + default
 
 
@@ -313,17 +312,24 @@ def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+@contextmanager
+def wrong_usage() -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+
+
 def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:
-    hint = _flag(error.param) if error.param else "option"
+    hint = flag_of(error.param) if error.param else "option"
     return click.BadParameter(str(error), param_hint=hint)
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
 def apply_options(options: Sequence[Option], function: Function) -> Function:
-    """Add options; the first is on top of the help."""
     for option in reversed(options):
         function = option(function)
     return function

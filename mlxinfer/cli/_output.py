@@ -17,7 +17,6 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all 
 
 
 def emit_json(value: Any) -> None:
-    """Write `value` as one JSON document to stdout."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     print(text.encode(errors="backslashreplace").decode())  # half a pair is written as JSON does
 

@@ -20,7 +20,6 @@ _WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\\.|[^\s\\'"])+""")
 
 
 def picture_data(path: str) -> bytes:
-    """The bytes of a picture in a file; raises PictureError where there is none."""
     from ..images import load_image, picture_file  # imports numpy
 
     place = shown(path) if path.startswith("data:") else repr(path)  # all of a path: its end tells
@@ -30,12 +29,7 @@ def picture_data(path: str) -> bytes:
 
 
 def read_pictures(paths: tuple[str, ...], prompt: str | None) -> list[bytes]:
-    """The pictures of --image, in their order.
-
-    Raises:
-        click.UsageError: the pipe is to be the prompt as well, or two pictures.
-        PictureError: one is none.
-    """
+    """The pictures of --image, in their order."""
     if paths.count("-") > 1:
         raise click.UsageError("--image - reads the pipe, which holds one picture.")
     if "-" in paths and prompt in (None, "-"):
@@ -44,7 +38,6 @@ def read_pictures(paths: tuple[str, ...], prompt: str | None) -> list[bytes]:
 
 
 def stored_pictures(images: Sequence[str | bytes]) -> list[dict[str, str]]:
-    """Pictures as the history keeps them."""
     from ..images import data_url
 
     return [
@@ -70,7 +63,6 @@ def check_videos(paths: tuple[str, ...]) -> None:
 
 
 def piped_picture() -> bytes:
-    """The bytes of a picture on stdin; raises PictureError where there is none."""
     from ..images import load_image
 
     data = sys.stdin.buffer.read()
@@ -79,7 +71,6 @@ def piped_picture() -> bytes:
 
 
 def check_sees(llm: Any) -> None:
-    """Raise UnsupportedFieldError unless the model sees."""
     if not llm.model_info.sees:
         raise UnsupportedFieldError(
             f"{llm.model_info.name} reads text only and cannot see pictures; choose a model with "

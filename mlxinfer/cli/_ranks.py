@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 
-from ..errors import InvalidRequestError
 from ..session.options import EngineOptions
-from ._options import RANK_NAMES
+from ._options import RANK_NAMES, wrong_usage
 
 LISTENERS = "MLXINFER_LISTENERS"  # environment variable: sockets that a process left to itself
 MAX_FILES = 1024  # numbers of open files below this one
@@ -32,11 +31,9 @@ def follow_if_asked(
     of the one model, opened with the options that rank 0 opens it with.
     """
     given = {name: options[name] for name in RANK_NAMES if options.get(name) is not None}
-    try:
+    with wrong_usage():
         spread = EngineOptions(**given).spread
         place = spread.elsewhere
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error
     if spread.is_alone:
         return False
     if len(models) != 1:

@@ -117,10 +117,6 @@ def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
 
     Returns:
         The report. `ok` says whether nothing failed.
-
-    Raises:
-        InvalidRequestError: a file cannot be written.
-        ModelNotFoundError, DownloadError, CheckpointError: of the model.
     """
     if path.suffix != ".json":
         raise InvalidRequestError(f"{path} is no name of a report: it must end with .json.")
@@ -182,11 +178,7 @@ def outcome(part: Part) -> Data:
 
 
 def write(path: Path, report: Data) -> None:
-    """Replace both files as wholes; the home folder is `~` in them, since they are published.
-
-    Raises:
-        InvalidRequestError: a file cannot be written.
-    """
+    """Replace both files as wholes; the home folder is `~` in them, since they are published."""
     try:
         markdown = page(report)
     except Exception as error:  # the data is what counts
@@ -335,7 +327,6 @@ def plain_mlx() -> AbstractContextManager[None]:
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment has this value meanwhile."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

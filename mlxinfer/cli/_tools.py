@@ -48,7 +48,6 @@ class FunctionTools:
         self.left_out: dict[str, str] = {}
 
     def allows(self, name: str) -> bool:
-        """Whether a function runs without a question: none does."""
         return False
 
     def call(self, name: str, arguments: str) -> str:
@@ -94,7 +93,6 @@ class JoinedTools:
         return {name: why for source in self._sources for name, why in source.left_out.items()}
 
     def allows(self, name: str) -> bool:
-        """Whether a tool is called without asking."""
         return name in self._source_of and self._source_of[name].allows(name)
 
     def call(self, name: str, arguments: str) -> str:
@@ -112,10 +110,6 @@ def conversation_tools(config: ConfigFile, functions: Path | None) -> JoinedTool
 
     Returns:
         None: there is neither. Servers that fail are noted.
-
-    Raises:
-        UnsupportedFieldError: the extra `mcp` is not installed.
-        InvalidRequestError: see `FunctionTools`, `JoinedTools`.
     """
     sources: list[Tools] = [] if functions is None else [FunctionTools(functions)]
     servers = open_tools(config)

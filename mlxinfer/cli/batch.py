@@ -130,7 +130,6 @@ class _Streamed(msgspec.Struct):
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """The requests of a file that was checked, in order."""
     for _, line in _numbered(path):
         yield msgspec.json.decode(line, type=Line)
 
@@ -250,7 +249,6 @@ class AnswerFiles:
         self.done.add(answer.custom_id)
 
     def close(self) -> None:
-        """Close both files; what is in them is on the disk."""
         for file in (self._output, self._errors):
             if file is not None:
                 with file:

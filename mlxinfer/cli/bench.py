@@ -21,7 +21,6 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
     name = "N,N,..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Whole numbers from 1 up."""
         try:
             counts = [int(part) for part in str(value).split(",")]
         except ValueError:
@@ -37,7 +36,6 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
     name = "N or N-M"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """The least and the most, from 1 up."""
         if isinstance(value, tuple):
             return value
         low, _, high = str(value).partition("-")
@@ -51,7 +49,6 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 
 
 def number(flag: str, default: int | None, help: str, *, least: int = 1) -> Option:
-    """A whole number. Without a default, the help says which value is used."""
     kind = click.IntRange(min=least)
     return click.option(
         flag, type=kind, default=default, show_default=default is not None, help=help
@@ -59,14 +56,12 @@ def number(flag: str, default: int | None, help: str, *, least: int = 1) -> Opti
 
 
 def counts(flag: str, default: str | None, help: str) -> Option:
-    """Several whole numbers."""
     return click.option(
         flag, type=Counts(), default=default, show_default=default is not None, help=help
     )
 
 
 def lengths(flag: str, default: str, help: str) -> Option:
-    """A range of lengths, or one."""
     return click.option(flag, type=Lengths(), default=default, show_default=True, help=help)
 
 

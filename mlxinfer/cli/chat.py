@@ -18,6 +18,7 @@ from ..files import data_folder
 from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
+from ._markdown import WaitingLine, until_first_word
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
@@ -37,7 +38,6 @@ from ._options import (
 from ._output import counted, note, printable, wrapped
 from ._pictures import dropped
 from ._tools import conversation_tools
-from ._waiting import WaitingLine, until_first_word
 from .history import open_log
 from .run import wish_of
 
@@ -321,7 +321,6 @@ def _unescaped(line: str) -> str:
 
 
 def open_reader(commands: Iterable[str]) -> Reader:
-    """Return a reader with editing and history on a terminal, a plain one elsewhere."""
     return terminal_reader(commands) if sys.stdin.isatty() else plain_reader
 
 
@@ -392,7 +391,6 @@ def _open_history() -> "History":
 
 
 def history_file() -> Path:
-    """Return the history's file, readable by its owner only."""
     path = data_folder() / "chat_history"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.touch(mode=0o600)

@@ -1,8 +1,6 @@
 """`mlxinfer convert` and `fuse`: MLX folders of any checkpoint, or of a model with an adapter."""
 
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..backend import require_mlx
-from ..errors import ConversionError, InvalidRequestError
+from ..errors import ConversionError
 from ..hub import is_bundled
 from ..memory import human_bytes, parse_bytes
 from ..progress import StepWatch, progress_bars
-from ._options import Size, json_option
+from ._options import Size, apply_options, flag_of, json_option, wrong_usage
 from ._output import counted, emit_json, human_count, note, table
 
 if TYPE_CHECKING:
@@ -78,14 +76,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def convert_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(OPTIONS):
-        function = option(function)
-    return function
-
-
 def options_of(given: dict[str, Any]) -> "ConversionOptions":
-    """Return what was given on the command line."""
     from ..convert.recipes import ConversionOptions, make_recipe
 
     text, check_text = _texts(given)
@@ -131,17 +122,7 @@ def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def checks(given: dict[str, Any]) -> str:
-    """Return what is checked: "full", "tensors" or "none"."""
     return str(given["check"] or ("none" if given["fast"] else "full"))
-
-
-@contextmanager
-def wrong_usage() -> Iterator[None]:
-    """Turn an InvalidRequestError about options into wrong usage, status 2."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error
 
 
 _EXCLUSIVE = (("recipe", "bits"), ("target_bpw", "target_size"), ("resume", "restart"))
@@ -151,7 +132,7 @@ def check_usage(given: dict[str, Any]) -> None:
     """Refuse options that contradict each other or would be ignored, as wrong usage."""
     for one, other in _EXCLUSIVE:
         if given[one] and given[other]:
-            raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
+            raise click.UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
     calibrated = {"A target": targeted, "--learn": given["learn"]}
     for what in (option for option, wanted in calibrated.items() if wanted):
@@ -161,11 +142,7 @@ def check_usage(given: dict[str, Any]) -> None:
             )
     for name in ("recipe", "bits", "group_size") if targeted else ():
         if given[name]:
-            raise click.UsageError(f"A target chooses the formats: leave out {_flag(name)}.")
-
-
-def _flag(name: str) -> str:
-    return "--set" if name == "overrides" else f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"A target chooses the formats: leave out {flag_of(name)}.")
 
 
 # -- what is shown ----------------------------------------------------------------------------
@@ -217,7 +194,6 @@ def model_order(path: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 def show_plan(plan: dict[str, Any]) -> None:
-    """Print the plan for people; tensors of one kind and format share a line."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for tensor in plan["tensors"]:
         kind = ".".join(part for part in tensor["name"].split(".") if not part.isdigit())
@@ -249,7 +225,6 @@ def how_long(seconds: float) -> str:
 
 
 def show_report(report: "ConversionReport", out: str) -> None:
-    """Print a conversion's report in a few lines."""
     click.echo(
         f"{out}: {human_bytes(report.num_bytes)}, {report.bits_per_weight:.3f} bits per weight; "
         + ", ".join(f"{count} {status}" for status, count in report.counts.items())
@@ -283,7 +258,7 @@ def show_report(report: "ConversionReport", out: str) -> None:
 @click.command()
 @click.argument("source")
 @click.argument("out", type=click.Path(path_type=Path))
-@convert_options
+@partial(apply_options, OPTIONS)
 @json_option
 def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     """Quantise a checkpoint for MLX, and check the result.

@@ -43,7 +43,6 @@ class Check:
 
 
 def python() -> Check:
-    """The interpreter, and whether it is a native one."""
     versions = f"mlxinfer {__version__}, Python {platform.python_version()} ({sys.executable})"
     if MACOS and platform.machine() != "arm64":
         return Check("python", FAIL, f"{versions}, built for Intel", "install an arm64 Python")
@@ -51,7 +50,6 @@ def python() -> Check:
 
 
 def system() -> Check:
-    """The operating system and the chip."""
     if not MACOS:
         return Check("system", OK, f"{platform.system()} {platform.release()}, {_processor()}")
     version = platform.mac_ver()[0]
@@ -158,7 +156,6 @@ def recommended_mb(total_mb: int) -> int:
 
 
 def disk() -> Check:
-    """Room for models."""
     folder = hub.cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -173,7 +170,6 @@ def disk() -> Check:
 
 
 def cache() -> Check:
-    """Models in the hub cache, interrupted downloads among them."""
     models = [model for model in hub.list_models() if model.source == "cache"]
     broken = [model.name for model in models if not model.complete]
     size = human_bytes(sum(model.size_bytes for model in models))
@@ -194,14 +190,12 @@ def token() -> Check:
 
 
 def demo_model() -> Check:
-    """Whether the bundled model is there."""
     folder = hub.resolve("demo", download=False)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return Check("demo model", OK, human_bytes(size))
 
 
 def generation() -> Check:
-    """Whether the bundled model generates a few tokens."""
     from ..core import SamplingParams
     from ._open import open_llm
 

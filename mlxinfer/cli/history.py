@@ -148,12 +148,7 @@ def as_markdown(conversation: Conversation, messages: list[StoredMessage]) -> st
 
 
 def open_history() -> History:
-    """Open the history of this user.
-
-    Raises:
-        InvalidRequestError: MLXINFER_HISTORY is `off`.
-        HistoryError: it cannot be opened.
-    """
+    """Open the history of this user."""
     place = default_place()
     if place is None:
         raise InvalidRequestError("MLXINFER_HISTORY is `off`: there is no history.")
@@ -171,10 +166,6 @@ def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
     Args:
         continued: beginning of a conversation's id, or `last`; None: a new conversation.
         keep: store what is said.
-
-    Raises:
-        InvalidRequestError: there is no such conversation.
-        HistoryError: the history cannot be opened, where it is to be read.
     """
     if continued is None and default_place() is None:
         return None
@@ -206,16 +197,11 @@ def open_run_log(continued: str | None, *, keep: bool) -> "ChatLog | None":
 
 
 def every(history: History) -> list[Conversation]:
-    """All conversations of this user."""
     return history.conversations(owner(history))
 
 
 def find(history: History, id: str) -> Conversation:
-    """Return the conversation with an id that begins so, or the last changed one.
-
-    Raises:
-        InvalidRequestError: there is none, or more than one.
-    """
+    """Return the conversation with an id that begins so, or the last changed one."""
     matches = [conversation for conversation in every(history) if conversation.id.startswith(id)]
     if id == "last":
         matches = history.conversations(owner(history), limit=1)
@@ -231,7 +217,6 @@ def find(history: History, id: str) -> Conversation:
 
 
 def as_call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A tool call as messages have it."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -262,7 +247,6 @@ class ChatLog:
 
     @property
     def model(self) -> str | None:
-        """Its model, if that is on this disk: a server may have called it by another name."""
         from .. import hub
 
         try:

@@ -15,6 +15,7 @@ from ..core import EFFORTS, FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
 from ..progress import Watch
+from ._markdown import WaitingLine, until_first_word
 from ._model import fetch
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
@@ -37,7 +38,6 @@ from ._output import counted, emit_json, note
 from ._pictures import check_sees, check_videos, read_pictures, with_its_images
 from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
-from ._waiting import WaitingLine, until_first_word
 from .history import ChatLog, open_run_log
 
 if TYPE_CHECKING:
@@ -142,7 +142,6 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
 
 
 def check_usage(options: dict[str, Any]) -> None:
-    """Raise click.UsageError for options that exclude each other."""
     if not options["raw"]:
         return
     flags = {"system": "--system", "think": "--think", "continued": "--continue"}
@@ -154,12 +153,7 @@ def check_usage(options: dict[str, Any]) -> None:
 
 
 def read_prompt(prompt: str | None, files: tuple[Path, ...], *, pipes: bool = True) -> str:
-    """The prompt of the argument, of stdin (where it `pipes`), and of files, in this order.
-
-    Raises:
-        click.UsageError: there is none, or it is not text.
-        InvalidRequestError: a file cannot be read.
-    """
+    """The prompt of the argument, of stdin (where it `pipes`), and of files, in this order."""
     if prompt is not None and prompt != "-" and not prompt.strip():
         raise click.UsageError("PROMPT is empty.")
     if prompt is None and not files and sys.stdin.isatty():
@@ -185,12 +179,7 @@ def start(
     options: dict[str, Any],
     watch: Watch,
 ) -> Iterator[Delta]:
-    """Return the stream of the answer to the plain text, or to a conversation.
-
-    Raises:
-        click.UsageError: an option needs a chat template, and the model has none.
-        UnsupportedFieldError: there are pictures, and the model does not see.
-    """
+    """Return the stream of the answer to the plain text, or to a conversation."""
     raw = options["raw"] or not llm.model_info.chats
     if raw and not options["raw"]:
         if options["system"] is not None:
@@ -282,11 +271,7 @@ def stream_for(options: dict[str, Any]) -> "AnswerStream | PlainStream | None":
 
 
 def piped_text() -> str | None:
-    """Return the text of a pipe or file on stdin, None if stdin is something else.
-
-    Raises:
-        click.UsageError: it is not UTF-8.
-    """
+    """Return the text of a pipe or file on stdin, None if stdin is something else."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):
@@ -295,7 +280,6 @@ def piped_text() -> str | None:
 
 
 def read_stdin() -> str:
-    """All of stdin; raises click.UsageError where it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -303,11 +287,7 @@ def read_stdin() -> str:
 
 
 def attached(path: Path) -> str:
-    """The text of a file under its name, as part of a message.
-
-    Raises:
-        InvalidRequestError: it cannot be read, is not text, or is too large.
-    """
+    """The text of a file under its name, as part of a message."""
     text = file_text(path)
     fence = "```"
     while fence in text:
@@ -316,7 +296,6 @@ def attached(path: Path) -> str:
 
 
 def file_text(path: Path) -> str:
-    """The text of a file; raises InvalidRequestError where there is none."""
     if not path.is_file():
         what = "is no file" if path.exists() else "is not there"
         what = "is a folder" if path.is_dir() else what
@@ -332,11 +311,7 @@ def file_text(path: Path) -> str:
 
 
 def read_schema(given: str) -> dict[str, Any]:
-    """The response_format of --schema: a file with a JSON schema, or the schema itself.
-
-    Raises:
-        click.UsageError: it is neither.
-    """
+    """The response_format of --schema: a file with a JSON schema, or the schema itself."""
     text = given
     if not given.lstrip().startswith("{"):
         try:
@@ -368,11 +343,7 @@ def wish_of(options: dict[str, Any]) -> str | None:
 
 
 def thinking(llm: Any, wish: str | None) -> dict[str, Any]:
-    """Options of a chat for a wish of `wish_of`.
-
-    Raises:
-        InvalidRequestError: nothing in the model's chat template follows the wish.
-    """
+    """Options of a chat for a wish of `wish_of`."""
     if wish is None:
         return {}
     levels: tuple[str, ...] = llm.model_info.thinking

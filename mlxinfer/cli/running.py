@@ -1,4 +1,4 @@
-"""`mlxinfer ps`, `load`, `unload` and `launch`: commands for a server that runs."""
+"""`mlxinfer ps`, `load`, `unload`, `why` and `launch`: commands for a server that runs."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import click
 
 from ..memory import human_bytes
 from ._options import API_KEY, json_option
-from ._output import emit_json, escaped, note, table
+from ._output import emit_json, escaped, note, table, when
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS IN")
@@ -39,9 +39,6 @@ def ask(
         body: JSON; None: GET.
         timeout_s: longest silence.
         more: method, upload and download, see `exchange`.
-
-    Raises:
-        ServerError: there is no server, another program answers, or the server refused.
     """
     from ..errors import NoServerError
     from ..http_json import exchange  # slow; not for commands only listed
@@ -64,7 +61,6 @@ def base_of(url: str | None) -> str:
 
 
 def default_url() -> str:
-    """Return the address at which `mlxinfer serve` without arguments listens."""
     from .config import serve_context
 
     options = serve_context([]).params
@@ -102,7 +98,6 @@ def ps(url: str | None, as_json: bool) -> None:
 
 
 def row_of(model: dict[str, Any]) -> list[str]:
-    """Return a line of the table."""
     used = model["kv_used_bytes"]
     return [
         model["name"],
@@ -116,7 +111,6 @@ def row_of(model: dict[str, Any]) -> list[str]:
 
 
 def state_of(model: dict[str, Any]) -> str:
-    """Return the model's state; after a failed load also when it is tried again."""
     if not model["failure"] or model["state"] != "unloaded":
         return str(model["state"])
     left_s = model["retry_left_s"]
@@ -176,6 +170,55 @@ def unload(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
         emit_json(reply)
         return
     click.echo(f"{reply['name']} is {reply['state']}")
+
+
+# -- what was reused of prompts -------------------------------------------------------------------
+
+REUSE_HEADER = ("TIME", "ID", "MODEL", "PROMPT", "REUSED", "WHY NO MORE")
+
+
+@click.command()
+@click.argument("id", required=False)
+@url_option
+@json_option
+def why(id: str | None, url: str | None, as_json: bool) -> None:
+    """Show why prompts were computed again, of the last requests to a running server.
+
+    ID is that of an answer (chatcmpl-…) or its x-request-id. Without it the last requests are
+    listed. You see the requests of the key in MLXINFER_API_KEY.
+    """
+    reply = ask(url, "/v1/reuse" if id is None else f"/v1/reuse/{quote(id, safe='')}")
+    if as_json:
+        emit_json(reply)
+    elif id is not None:
+        click.echo("\n".join(lines_of(reply)))
+    else:
+        click.echo(table([reuse_row(record) for record in reply["data"]], header=REUSE_HEADER))
+
+
+def reuse_row(request: dict[str, Any]) -> list[str]:
+    return [
+        when(request["created_s"]),
+        request["id"],
+        escaped(request["model"]),
+        str(request["prompt_tokens"]),
+        str(request["cached_tokens"]),
+        f"{request['cause']} at {request['position']}",
+    ]
+
+
+def lines_of(request: dict[str, Any]) -> list[str]:
+    tiers = [f"{count} from {tier}" for tier, count in request["tiers"].items() if count]
+    reused = f"{request['cached_tokens']} of {request['prompt_tokens']} prompt tokens were reused"
+    lines = [f"{reused}{': ' if tiers else ''}{', '.join(tiers)}."]
+    lines.append(f"{request['cause']} at token {request['position']}: {request['message']}")
+    if "earlier_id" in request:
+        lines.append(f"nearest earlier request: {request['earlier_id']}")
+    if "differs_at" in request:
+        lines.append(f"from token {request['differs_at']} on:")
+        lines.append(f"  now      {escaped(request['text'])}")
+        lines.append(f"  earlier  {escaped(request['earlier_text'])}")
+    return lines
 
 
 # -- coding agents: arguments and variables by which each finds the server -----------------------

@@ -1,6 +1,5 @@
 """`mlxinfer serve`: models over HTTP."""
 
-import contextlib
 import logging
 import os
 import sys
@@ -43,6 +42,7 @@ from ._options import (
     named_models,
     peer_options,
     rank_options,
+    wrong_usage,
 )
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, start_again
 
@@ -320,19 +320,14 @@ def service_of(
     options: dict[str, Any],
 ) -> "tuple[ServerState, PageRoutes]":
     """Return the state of a server, with no model loaded yet, and the routes of its page."""
-    from ..server.errors import StoreError
     from ..server.service import ServerState
 
     keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
     sessions = named_sessions(options["disk_cache"], options["disk_cache_dir"])
-    stored = response_store(options, config.keys.weight_of), sessions
-    for store in stored:
-        with contextlib.suppress(StoreError):  # it was logged as the store was opened
-            if store is not None:
-                store.rename_owners(config.keys.owner_now)
+    store = response_store(options, config.keys.weight_of)
     entry = entry_maker(options)
     fetch = fetching(entry) if allow_pull else None
-    service = ServerState(registry(requested, options), config, *stored, fetch)
+    service = ServerState(registry(requested, options), config, store, sessions, fetch)
     routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
     routes.restore(service)
     return service, routes
@@ -345,36 +340,24 @@ def ready_text(service: "ServerState", urls: Sequence[str]) -> str:
 
 
 def server_config(options: dict[str, Any]) -> "ServerConfig":
-    """Return the ServerConfig of the command line; a value out of range is wrong usage."""
     from ..server.config import ServerConfig
     from ..server.keys import ApiKeys
     from ..server.run import check_tls
 
     keys = [*options["api_keys"], *filter(None, [os.environ.get(API_KEY)])]
     names = (
-        *("host", "port", "insecure", "allowed_hosts", "allowed_origins", "allowed_apps"),
-        *(
-            "open_metrics",
-            "keep_awake",
-            "fetch_images",
-            "share_prefixes",
-            "share_by_address",
-            "allow_peers",
-            "tls_cert",
-            "tls_key",
-            "adapter_folders",
-        ),
-    )
-    limits = ("deadline_s", "drain_s", "max_waiting", "ready_deadline_s")
-    try:
+        "host", "port", "insecure", "allowed_hosts", "allowed_origins", "allowed_apps",
+        "open_metrics", "keep_awake", "fetch_images", "share_prefixes", "share_by_address",
+        "allow_peers", "tls_cert", "tls_key", "adapter_folders",
+        "deadline_s", "drain_s", "max_waiting", "ready_deadline_s",
+    )  # fmt: skip
+    with wrong_usage():
         named = ApiKeys.from_plain(keys)
         if options["keys_file"] is not None:
             named = named.with_file(options["keys_file"], read_toml)
-        config = ServerConfig(keys=named, **{name: options[name] for name in names + limits})
+        config = ServerConfig(keys=named, **{name: options[name] for name in names})
         check_tls(config)
         return config
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error
 
 
 def entry_maker(options: dict[str, Any]) -> "Callable[[str, str], RegistryEntry]":
@@ -389,8 +372,6 @@ def entry_maker(options: dict[str, Any]) -> "Callable[[str, str], RegistryEntry]
 
 
 def fetching(entry: "Callable[[str, str], RegistryEntry]") -> "Fetch":
-    """Return what downloads a model of the hub for a request."""
-
     def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> "RegistryEntry":
         hub.pull(name, progress=lambda *seen: report(seen))
         return entry(name, name)
@@ -399,7 +380,6 @@ def fetching(entry: "Callable[[str, str], RegistryEntry]") -> "Fetch":
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a file; raises InvalidRequestError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -407,7 +387,6 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def ttl_of(options: dict[str, Any]) -> float | None:
-    """Return --ttl in seconds; raises InvalidRequestError."""
     return None if options["ttl"] is None else parse_duration(options["ttl"])
 
 
@@ -433,7 +412,7 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
     from ..server.models import ModelRegistry
 
-    try:
+    with wrong_usage():
         ttl_s = ttl_of(options)
         limit = options.pop("max_memory")
         limit_bytes = int(MODELS_SHARE * total_memory_bytes())
@@ -452,8 +431,6 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
         for entry in entries:
             _require_fit(entry, limit_bytes)
         return ModelRegistry(entries, limit_bytes=limit_bytes, default=default)
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error
 
 
 def entries_of(
@@ -531,7 +508,6 @@ def page_routes(
 
 
 def named_sessions(size: str | int | None, folder: Path | None) -> "NamedSessions | None":
-    """Return the saved sessions of a disk cache of this size; None: there is no disk cache."""
     from ..config import default_disk_folder
     from ..session.saved import NamedSessions
 
@@ -549,8 +525,6 @@ def response_store(
     if not keeps:
         return None
     path = data_folder() / "responses.db"
-    try:
+    with wrong_usage():
         max_bytes, max_age_s = parse_bytes(size), parse_duration(age)
         return ResponseStore(path, max_bytes=max_bytes, max_age_s=max_age_s, weight_of=weight_of)
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error

@@ -41,7 +41,6 @@ class LaunchdService:
 
     @property
     def plist_path(self) -> Path:
-        """Path of the property list."""
         root = Path("/") if self.daemon else self.home
         folder = "LaunchDaemons" if self.daemon else "LaunchAgents"
         return root / "Library" / folder / f"{LABEL}.plist"
@@ -56,7 +55,6 @@ class LaunchdService:
         return "system" if self.daemon else f"gui/{os.getuid()}"
 
     def property_list(self) -> bytes:
-        """Content of the property list, as XML."""
         entries: dict[str, Any] = {
             "Label": LABEL,
             "ProgramArguments": list(self.program),
@@ -76,7 +74,6 @@ class LaunchdService:
 
 
 def parse_status(text: str) -> dict[str, str]:
-    """State, process id and last exit code from the output of `launchctl print`."""
     wanted = {"state": "state", "pid": "pid", "last exit code": "last_exit_code"}
     fields: dict[str, str] = {}
     for line in text.splitlines():
@@ -172,7 +169,6 @@ def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> 
 
 
 def _write(service: LaunchdService) -> None:
-    """Write the property list, which may hold keys."""
     path = service.plist_path
     try:
         for file in (path, service.log_path):

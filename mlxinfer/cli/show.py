@@ -74,7 +74,6 @@ def command(
 def describe(
     name: str, summary: "Summary", context: int | None, mac: "Machine | None" = None
 ) -> dict[str, Any]:
-    """Return all facts as plain data; keys are stable, unknown values None."""
     pooling = pooling_of(summary.folder, name)
     files = sorted(file for file in summary.folder.iterdir() if file.is_file())
     facts = {
@@ -147,7 +146,6 @@ def _needs(
 
 
 def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
-    """describe()'s data for people; `on`: the machine that was asked about."""
     rows = [("model", facts["name"]), ("path", facts["path"])]
     if facts["problem"]:
         rows.append(("cannot run", facts["problem"]))
@@ -235,7 +233,6 @@ def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _pooling(pooling: "PoolingConfig | None") -> dict[str, Any] | None:
-    """Return how vectors are made, None for models that give none."""
     if pooling is None or pooling.head is not None:
         return None
     return {

@@ -2,5 +2,3 @@
 
 from .compiler import GrammarCompiler
 from .spec import GrammarSpec, response_format
-
-__all__ = ["GrammarCompiler", "GrammarSpec", "response_format"]

@@ -27,22 +27,6 @@ from .download import download as download_repo
 from .gguf import GGUFName, files_of, find_gguf, gguf_inside, parse_gguf_name
 from .imported import GGUFModel, find_imported
 
-__all__ = [
-    "DownloadPlan",
-    "LocalModel",
-    "Progress",
-    "cache_folder",
-    "check_removable",
-    "is_bundled",
-    "list_models",
-    "locate",
-    "models_elsewhere",
-    "plan_pull",
-    "pull",
-    "remove",
-    "resolve",
-]
-
 
 def resolve(name: str, *, download: bool = True, progress: Progress | None = None) -> Path:
     """Return the folder of a model: bundled, a local folder, or a hub repository.
@@ -107,7 +91,6 @@ def plan_pull(name: str) -> DownloadPlan:
 
 
 def is_bundled(name: str) -> bool:
-    """Whether `name` is one of the models that come with this package."""
     return name in BUNDLED
 
 
@@ -183,7 +166,6 @@ def _delete(repo: RepoName, *, whole: bool) -> None:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return a bundled model, an existing folder, or the GGUF file in it; None: a repository?"""
     if name in BUNDLED:
         folder = ASSETS / name
         if not (folder / "config.json").is_file():
@@ -247,7 +229,6 @@ def _why_not_here(wanted: GGUFName, snapshot: Path | None) -> str:
 
 
 def _suggestion(name: str) -> str:
-    """Return ' Did you mean …?' for the local model with the closest name, "" if none is close."""
     names = [model.name for model in list_models()]
     by_tail = {known.rpartition("/")[2].lower(): known for known in names}
     close = difflib.get_close_matches(name, names, n=1) or [

@@ -83,7 +83,6 @@ def is_gguf(path: Path) -> bool:
 
 
 def offline() -> bool:
-    """Whether the user forbade network access (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in {"1", "ON", "YES", "TRUE"}
 
@@ -125,7 +124,6 @@ def cached_models() -> Iterator[LocalModel]:
 
 
 def find_snapshot(repo: RepoName) -> Path | None:
-    """Return the cached folder of `repo`, complete or not; None if there is none."""
     reference = repo.folder / "refs" / repo.revision
     if reference.is_file():
         snapshot = _snapshot_of(reference, repo.folder)
@@ -155,7 +153,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the bytes of the files under `folder`; links are not followed."""
     files = (file for file in folder.rglob("*") if not file.is_symlink() and file.is_file())
     return sum(file.stat().st_size for file in files)
 
@@ -198,7 +195,6 @@ def _snapshot_of(reference: Path, repo_folder: Path) -> Path:
 
 
 def _newest_snapshot(repo_folder: Path) -> Path:
-    """Return the newest folder, or a path that does not exist; a broken link does not count."""
     snapshots = repo_folder / "snapshots"
     folders = [entry for entry in snapshots.glob("*") if entry.is_dir()]
     return max(folders, key=lambda entry: entry.stat().st_mtime, default=snapshots / "none")

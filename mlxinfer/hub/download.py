@@ -74,7 +74,6 @@ class DownloadPlan:
         return self.total_bytes - sum(self.present.values())
 
     def check_room(self) -> None:
-        """Raise DownloadError if the disk is too full."""
         if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
             raise DownloadError(
                 f"{self.listing.repo} needs {human_bytes(self.missing_bytes)} more, and "
@@ -181,7 +180,6 @@ def _is_wanted(name: str) -> bool:
 
 
 def _present_bytes(listing: Listing, file: RemoteFile) -> int:
-    """Return the bytes of a file that are on this disk, whole or in part."""
     if any(_is_whole(path, file) for path in _places(listing, file)):
         return file.size
     if file.sha256 is None:
@@ -191,7 +189,6 @@ def _present_bytes(listing: Listing, file: RemoteFile) -> int:
 
 
 def _places(listing: Listing, file: RemoteFile) -> list[Path]:
-    """Return where the cache keeps a file: its name in the snapshot, and its content."""
     folder = listing.repo.folder
     places = [folder / "snapshots" / listing.commit / file.path]
     return [*places, folder / "blobs" / file.sha256] if file.sha256 else places
@@ -289,7 +286,6 @@ class Stop:
 
 
 def partial_path(target: Path) -> Path:
-    """Return the path that holds the beginning of `target` until all of it is there."""
     return target.with_name(target.name + ".incomplete")
 
 

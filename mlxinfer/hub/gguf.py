@@ -173,13 +173,11 @@ def _chosen(name: GGUFName, sizes: Mapping[str, int]) -> str:
 
 
 def _size(first: str, sizes: Mapping[str, int | Path]) -> int:
-    """Bytes of a file with all of its parts."""
     part_sizes = (sizes[part] for part in _parts(first))
     return sum(size.stat().st_size if isinstance(size, Path) else size for size in part_sizes)
 
 
 def _of_model(path: str) -> bool:
-    """Whether a path is of a GGUF file of a language model, not of what sees for one."""
     if not path.endswith(".gguf") or is_projector(path):
         return False
     try:

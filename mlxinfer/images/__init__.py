@@ -22,29 +22,6 @@ from .qwen import Qwen2Videos, Qwen3Videos, QwenProcessor
 from .settings import VisionSettings
 from .video import Video, load_video
 
-__all__ = [
-    "ImageProcessor",
-    "Picture",
-    "PlacedPicture",
-    "Shown",
-    "Tile",
-    "Video",
-    "VideoProcessor",
-    "data_url",
-    "from_base64",
-    "from_data_url",
-    "image_processor",
-    "load_image",
-    "load_video",
-    "open_image",
-    "picture_file",
-    "rope_delta",
-    "rope_positions",
-    "thumbnail_url",
-    "video_processor",
-]
-
-
 PROCESSORS: dict[str, type[ImageProcessor]] = {
     **dict.fromkeys(
         (

@@ -1,4 +1,8 @@
-"""Model definitions: a checkpoint folder in, a callable decoder out."""
+"""Model definitions: a checkpoint folder in, a callable decoder out.
+
+All readers raise CheckpointError for a broken file, and UnsupportedModelError for what this
+version cannot run.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -20,7 +24,6 @@ if TYPE_CHECKING:
     from .weights.share import Share
     from .weights.tensors import FileTensor
 
-__all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable", "whole_tables"]
 
 log = logging.getLogger("mlxinfer.models")
 Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all of them

@@ -155,11 +155,6 @@ def normalise(
 
     Args:
         share: of the rank that has the described part of the model; None: all of it.
-
-    Raises:
-        CheckpointError: a key is missing, of the wrong type or out of range; the message names it.
-        UnsupportedModelError: the architecture or a feature of it is not supported, or cannot be
-            shared.
     """
     top = Fields(raw, "config.json")
     text = text_config(top)
@@ -329,9 +324,6 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
     """FULL or SLIDING for each layer, from a stated list or period; else a window is everywhere.
 
     A list may go on with the layers that predict further ahead, as that of EXAONE 4.5.
-
-    Raises:
-        CheckpointError: a list of another length, or of other words.
     """
     if fields.get("sliding_window") is None:
         return [FULL] * num_layers
@@ -347,12 +339,7 @@ def read_layer_types(fields: Fields, num_layers: int) -> list[str]:
 
 
 def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
-    """The rope of the layers of one type ("full_attention" | "sliding_attention").
-
-    Raises:
-        CheckpointError: values that make no sense.
-        UnsupportedModelError: a kind of scaling that is not known here.
-    """
+    """The rope of the layers of one type ("full_attention" | "sliding_attention")."""
     stated = _stated(config, layer_type)
     kind = stated.text("rope_type", "type", default="default")
     alpha = stated.number("alpha", above=0.0, high=1e9, default=None)
@@ -386,11 +373,7 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
 def with_layer_thetas(
     fields: Fields, specs: tuple[RopeSpec | None, ...]
 ) -> tuple[RopeSpec | None, ...]:
-    """Each layer's rope with the base that `layer_rope_theta` states for it; 0: no positions.
-
-    Raises:
-        CheckpointError: a list of another length.
-    """
+    """Each layer's rope with the base that `layer_rope_theta` states for it; 0: no positions."""
     stated = fields.items("layer_rope_theta")
     if stated is None:
         return specs
@@ -436,9 +419,6 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
     """The spelling that counts where both are there.
 
     A `rope_scaling` beside default `rope_parameters` counts: users add it to switch scaling on.
-
-    Raises:
-        CheckpointError: they scale in two ways.
     """
     if new is None or old is None:
         return old if new is None else new

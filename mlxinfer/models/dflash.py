@@ -196,12 +196,7 @@ class BlockDraft:
 
 
 def load_dflash(folder: Path, model: Model) -> BlockDraft:
-    """The draft in a checkpoint folder, evaluated and ready.
-
-    Raises:
-        UnsupportedModelError: a later kind of DFlash.
-        CheckpointError: a file is broken, or the draft is not for this model.
-    """
+    """The draft in a checkpoint folder, evaluated and ready."""
     raw = _spelled_out(read_json(folder / "config.json", infinite=True), model)
     fields = Fields(raw, "config.json")
     stated = fields.fields("dflash_config") or fields

@@ -57,12 +57,7 @@ class EagleLayer(Llama):
 
 
 def load_eagle(folder: Path, model: Model) -> Predictor:
-    """The predictor in a checkpoint folder, evaluated and ready.
-
-    Raises:
-        UnsupportedModelError: it has several layers.
-        CheckpointError: a file is broken, or the predictor is not for this model.
-    """
+    """The predictor in a checkpoint folder, evaluated and ready."""
     raw = read_json(folder / "config.json", infinite=True)
     config = _config(raw)
     fields = Fields(raw, "config.json")

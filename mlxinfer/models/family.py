@@ -209,11 +209,7 @@ class Family:
 
     @classmethod
     def build(cls, config: ModelConfig, weights: Weights) -> Model:
-        """The model, its weights evaluated layer by layer so that nothing is held twice.
-
-        Raises:
-            CheckpointError: a tensor is missing, misshapen or left over.
-        """
+        """The model, its weights evaluated layer by layer so that nothing is held twice."""
         tied = config.tie_word_embeddings and not config.without_lm_head
         tied = tied and weights.same_matrix("lm_head", "model.embed_tokens")
         return cls(replace(config, tie_word_embeddings=tied), weights)._model()

@@ -59,9 +59,6 @@ def content_id(folder: Path, memory: Path) -> str:
     """A name for the weights in a checkpoint folder: equal for copies, different for all others.
 
     Of config.json and of each safetensors file, name and contents count.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     paths = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
     try:

@@ -17,9 +17,6 @@ def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
 
     Args:
         infinite: take Infinity, which is not JSON but what transformers writes, for a number.
-
-    Raises:
-        CheckpointError: no such file, too large, not JSON, NaN or Infinity, or not an object.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe or a device may have no end
@@ -184,11 +181,7 @@ class Fields:
         return Fields({**self.values, **self.stated(names)}, self.where)
 
     def require(self, known: Mapping[str, Sequence[Any]]) -> None:
-        """Check settings that would change the answers; `known`: values of each that are supported.
-
-        Raises:
-            UnsupportedModelError: one is stated as another value.
-        """
+        """Refuse settings that would change the answers; `known`: values of each that are read."""
         for key, values in known.items():
             stated = self.get(key)
             if stated is not None and stated not in values:

@@ -246,11 +246,7 @@ def weights_beside(
 
 
 def checked_taps(what: str, layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """The layers whose outputs a predictor or a draft reads.
-
-    Raises:
-        CheckpointError: the model has no such layers.
-    """
+    """The layers whose outputs a predictor or a draft reads."""
     if not layers or max(layers) >= num_layers or min(layers) < 0:
         raise CheckpointError(
             f"The {what} reads layers {list(layers)} of a model of {num_layers} layers: it is made "

@@ -70,12 +70,7 @@ def format_of_shapes(
 
 
 def read_quantization(config: Fields) -> Quantization | None:
-    """The quantisation that config.json states; None: nothing is quantised.
-
-    Raises:
-        CheckpointError: a format that does not exist.
-        UnsupportedModelError: a format of another library.
-    """
+    """The quantisation that config.json states; None: nothing is quantised."""
     stated = config.fields("quantization", "quantization_config")
     if stated is None:
         return None

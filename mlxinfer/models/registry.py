@@ -110,11 +110,7 @@ _SENSES = (
 
 
 def text_config(config: Fields) -> Fields:
-    """The config of the text model, by the name of its native family.
-
-    Raises:
-        UnsupportedModelError: a text model that is not known inside of this one.
-    """
+    """The config of the text model, by the name of its native family."""
     outer = config.text("model_type")
     if outer not in WRAPPERS:
         return config
@@ -272,11 +268,7 @@ def is_encoder(config: Fields) -> bool:
 
 
 def family(model_type: str) -> Any:
-    """The `Family` subclass of an architecture.
-
-    Raises:
-        UnsupportedModelError: no family builds this architecture. Loading asks first.
-    """
+    """The `Family` subclass of an architecture."""
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"The architecture {model_type[:60]!r} has no native family here, which this needs. "

@@ -54,9 +54,6 @@ def divide(
         rename: its names as the decoder has them; None: a tensor that is left out.
         size: ranks; rank 0 has what is in no layer, too.
         bound: layers that stay with the layer before them.
-
-    Raises:
-        UnsupportedModelError: there are too few layers.
     """
     starts = [index for index in range(num_layers) if index not in bound]
     if len(starts) < size:
@@ -247,9 +244,6 @@ def load_stage(
 
     Args:
         others: see `Weights`.
-
-    Raises:
-        UnsupportedModelError: there are too few layers.
     """
     between = builder.between_stages(config)
     layers = divide(tensors, builder.tensor_name, config.num_layers, link.size, bound=between.bound)

@@ -19,8 +19,7 @@ from ..outputs import Result
 from ..progress import Watch, unwatched
 from ..session.answers import AnswerStep
 from ..session.base import ModelSession
-from ..session.inputs import EncodedPrompt, Input
-from ..session.pooling_inputs import EmbedInput, ScoreInput
+from ..session.inputs import EmbedInput, EncodedPrompt, Input, ScoreInput
 from .answer import RemoteAnswer, error_of
 from .request import RemoteRequests, Request, TokenizeRequests
 

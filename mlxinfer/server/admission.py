@@ -64,16 +64,7 @@ class Admission:
     def enter(
         self, tenant: Tenant, prompts: Sequence[int], give_up: Callable[[OverloadedError], None]
     ) -> WaitingCall:
-        """Count the requests of a call in; `leave` counts each of them out.
-
-        Args:
-            prompts: tokens of the prompt of each request.
-            give_up: see `WaitingCall`.
-
-        Raises:
-            OverloadedError: its tenant has its part of the places; the error says when to try
-                again.
-        """
+        """Count the requests of a call in; `leave` counts each of them out."""
         call = WaitingCall(tenant, dict(enumerate(prompts)), give_up)
         victims = self._victims(call)
         if not self._calls:

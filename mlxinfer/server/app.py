@@ -171,11 +171,7 @@ class App:
         return True
 
     def _admit(self, call: Call) -> Route:
-        """The route of a request that may be answered; a path is not looked up without a key.
-
-        Raises:
-            HttpError: the request is refused, or nothing is served at its path.
-        """
+        """The route of a request that may be answered; a path is not looked up without a key."""
         scope, config = call.scope, self._service.config
         guard.check_sizes(scope, config)
         guard.check_host(scope, config)

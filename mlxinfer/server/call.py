@@ -27,7 +27,6 @@ from ..session.answers import Answer, Answers, AnswerStep
 from ..session.inputs import EncodedPrompt, Input
 from ..session.saved import NamedSessions
 from .admission import WaitingCall
-from .answer_metrics import AnswerMetrics
 from .config import network_of
 from .errors import HttpError, ShuttingDownError
 from .exchange import Exchange, unless_gone
@@ -46,8 +45,8 @@ from .http import (
     encode,
     read_body,
 )
-from .keys import ApiKey, require_admin
-from .metrics import KeyMetrics, RequestMetrics
+from .keys import ApiKey
+from .metrics import AnswerMetrics, KeyMetrics, RequestMetrics
 from .pdf import pdf_texts
 from .pictures import PictureFetches, refuse_urls
 from .reuse import Record
@@ -117,7 +116,6 @@ class Call(Exchange):
         return other
 
     def set_key(self, key: ApiKey | None) -> None:
-        """Note the request's key; None: the server has none."""
         self.key = key
         if key is not None:
             self.log["key"] = key.name
@@ -139,17 +137,20 @@ class Call(Exchange):
         return tenant.at(self._priority)
 
     def require_admin(self) -> None:
-        """Raise HttpError unless the request's key administers the server."""
-        require_admin(self.key)
+        """Raise HttpError unless the request's key administers the server; without keys all do."""
+        if self.key is not None and not self.key.is_admin:
+            raise HttpError(
+                "forbidden",
+                f"The key {self.key.name} may not administer this server; `admin = true` in its "
+                "table of the keys file lets it.",
+            )
 
     def refuse_while_draining(self) -> None:
-        """Raise ShuttingDownError where the server is about to end."""
         if self.service.draining:
             raise ShuttingDownError("The server is shutting down.", retry_after_s=10.0)
 
     @property
     def sessions(self) -> NamedSessions:
-        """The saved sessions; raises InvalidRequestError if the server has no disk cache."""
         if self.service.sessions is None:
             raise InvalidRequestError(
                 "Sessions lie in the disk cache, and this server has none; start it with "
@@ -160,12 +161,7 @@ class Call(Exchange):
     # -- from its route to its reply --------------------------------------------------------------
 
     async def answer(self, route: Route, receive: Receive) -> None:
-        """Reply with the result of the route's handler.
-
-        Raises:
-            ClientGoneError: the client disconnected.
-            whatever is raised before the reply has begun.
-        """
+        """Reply with the result of the route's handler."""
         body: list[Any] = []
         with ExitStack() as opened:
             if route.takes_file:
@@ -187,12 +183,7 @@ class Call(Exchange):
         return decode(raw, kind)
 
     async def _spool(self, receive: Receive, file: BinaryIO) -> None:
-        """Write the body of a request to a file. It may take any time, but no long silence.
-
-        Raises:
-            HttpError: the body is longer than the disk cache, or stopped to arrive.
-            ClientGoneError: the client disconnected.
-        """
+        """Write the body of a request to a file. It may take any time, but no long silence."""
         loop, silence_s = asyncio.get_running_loop(), self.service.config.body_timeout_s
         try:
             async with asyncio.timeout(silence_s) as limit:
@@ -244,13 +235,7 @@ class Call(Exchange):
     async def start(self, model: ServedModel, read: Read) -> Answers:
         """Begin the answers to the inputs that `read` gives; they end with the call at the latest.
 
-        Args:
-            read: translates the body; called in a worker thread.
-
-        Raises:
-            whatever `read` and Session.start raise.
-            OverloadedError: too many wait.
-            the error of an interrupt.
+        `read` translates the body, in a worker thread.
         """
         self.require_place()
         read = await self._fetched(model, read)
@@ -272,11 +257,7 @@ class Call(Exchange):
         self.headers.append((SKIPPED, ", ".join(shown).encode()))
 
     def begin(self, answers: Answers) -> None:
-        """Let the answers wait for the engine, and count them from now on.
-
-        Raises:
-            OverloadedError: too many wait.
-        """
+        """Let the answers wait for the engine, and count them from now on."""
         prompts = [len(answer.request.prompt_ids) for answer in answers.answers]
         self._enter(prompts)
         self._kept.enter_context(self.service.awake.held())
@@ -299,11 +280,7 @@ class Call(Exchange):
         return None if self._counts is None else self._counts.reuse
 
     def _enter(self, prompts: Sequence[int]) -> None:
-        """Wait for the engine with prompts of so many tokens.
-
-        Raises:
-            OverloadedError: too many wait.
-        """
+        """Wait for the engine with prompts of so many tokens."""
 
         def give_up(error: OverloadedError) -> None:
             self._count_rejection()
@@ -396,17 +373,7 @@ class Call(Exchange):
         ]
 
     async def pool(self, model: ServedModel, read: "Callable[[], Pooled]") -> "tuple[int, Vectors]":
-        """The tokens that a model read, and its vectors or scores.
-
-        Args:
-            read: encodes the input; called in a worker thread.
-
-        Raises:
-            InvalidRequestError, ContextLengthError: the input is wrong; or the model generates.
-            OverloadedError: too many wait.
-            RequestFailedError: a pass went wrong.
-            the error of an interrupt.
-        """
+        """The tokens that a model read, and its vectors or scores."""
         self._raise_interrupt()
         self.require_place()
         pooled = await self.in_worker(read)
@@ -481,7 +448,6 @@ class Call(Exchange):
             raise self._error from None
 
     def interrupt(self, error: Exception) -> None:
-        """End the call with `error`, in any state."""
         self._error = self._error or error
         if self.answers is not None:
             self.answers.interrupt(error)
@@ -548,11 +514,7 @@ class Call(Exchange):
 
 
 def deadline_s(given: bytes | None, configured: float | None) -> float | None:
-    """Seconds that a request may take: the client's own limit or the server's, the shorter one.
-
-    Raises:
-        InvalidRequestError: the header is no positive number.
-    """
+    """Seconds that a request may take: the client's own limit or the server's, the shorter one."""
     if given is None:
         return configured
     try:

@@ -123,7 +123,6 @@ class Exchange:
         await self._connection(message)
 
     def failure(self, error: Exception) -> MlxinferError:
-        """The error that the client is shown. The log has all of it."""
         self.log.update(logged(error))
         shown = public(error)
         if isinstance(shown, StorageFullError):
@@ -133,7 +132,6 @@ class Exchange:
         return shown
 
     async def fail(self, error: Exception) -> None:
-        """Reply with an error, unless the reply has begun."""
         shown = self.failure(error)
         if self.status is None:
             await self.send_body(error_reply(shown, self.form))
@@ -158,12 +156,7 @@ class Exchange:
 
 
 async def unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run `work`; cancel it when the client hangs up.
-
-    Raises:
-        ClientGoneError: it did.
-        whatever `work` raises.
-    """
+    """Run `work`; cancel it when the client hangs up."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_hang_up(receive))
     try:

@@ -191,11 +191,7 @@ def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
 
 
 def same_field(given: Mapping[str, T | None]) -> T | None:
-    """The value of a field that has several names; None: it is absent.
-
-    Raises:
-        InvalidRequestError: two names with different values.
-    """
+    """The value of a field that has several names; None: it is absent."""
     stated = [(name, value) for name, value in given.items() if value is not None]
     for name, value in stated[1:]:
         if value != stated[0][1]:
@@ -282,7 +278,6 @@ def encode(value: Any) -> bytes:
 
 
 def data(value: Any) -> bytes:
-    """The frame of an event without a name, as OpenAI's chat and completions send it."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
@@ -372,7 +367,6 @@ def logged(error: Exception) -> dict[str, object]:
 
 
 def error_reply(shown: MlxinferError, form: ErrorForm) -> Body:
-    """The reply to a request that failed before its reply began."""
     reply = Body(form.body(shown), shown.status)
     if isinstance(shown, OverloadedError):
         reply.headers.append((b"retry-after", str(max(1, math.ceil(shown.retry_after_s))).encode()))
@@ -389,7 +383,6 @@ def clipped_message(error: MlxinferError) -> str:
 
 
 def openai_error(error: MlxinferError) -> dict[str, Any]:
-    """The body of OpenAI's errors; all four keys are always there."""
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     return {
         "error": {

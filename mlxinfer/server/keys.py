@@ -16,7 +16,6 @@ from .errors import HttpError
 Headers = Sequence[tuple[bytes, bytes]]
 MIN_WEIGHT = 0.01
 LOOK_S = 1.0  # between two looks at the file of keys
-_OWNER = re.compile("name .*|[0-9a-f]{32}", re.DOTALL)
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -50,11 +49,7 @@ class ApiKeys:
 
     @classmethod
     def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
-        """Build from plain keys, which are named key1, key2, …
-
-        Raises:
-            InvalidRequestError: a key is empty or has characters that a header cannot carry.
-        """
+        """Build from plain keys, which are named key1, key2, …"""
         digests = map(_digest_of_plain, keys)
         return cls([ApiKey(f"key{i}", one, owner_of(one)) for i, one in enumerate(digests, 1)])
 
@@ -108,16 +103,6 @@ class ApiKeys:
         self._keys = reread._keys
         log.info("keys read again", extra={"keys": len(self._keys)})
 
-    def owner_now(self, owner: str) -> str:
-        """The owner of today for one that an earlier version stored: the name of a key, or "".
-
-        What a key without a table stored belongs to the key that has its place now.
-        """
-        if not owner or _OWNER.fullmatch(owner):
-            return owner
-        owners = {key.name: key.owner for key in self.all}
-        return owners.get(owner, owner_named(owner))
-
     def share_of(self, key: ApiKey) -> float:
         return key.weight / sum(other.weight for other in self.all)
 
@@ -160,16 +145,6 @@ class ApiKeys:
         return match
 
 
-def require_admin(key: ApiKey | None) -> None:
-    """Raise HttpError unless a key administers the server; without keys everybody does."""
-    if key is not None and not key.is_admin:
-        raise HttpError(
-            "forbidden",
-            f"The key {key.name} may not administer this server; `admin = true` in its table of "
-            "the keys file lets it.",
-        )
-
-
 def _read_table(table: object, place: str) -> tuple[bytes, bool, float]:
     """The digest of a key's table, whether the key administers the server, and its weight."""
     if not isinstance(table, dict):
@@ -193,7 +168,6 @@ def _read_table(table: object, place: str) -> tuple[bytes, bool, float]:
 
 
 def _stamp(path: Path) -> object:
-    """Changes with the file; None: it is not there."""
     try:
         stat = path.stat()
     except OSError:
@@ -214,7 +188,6 @@ def _digest(key: bytes) -> bytes:
 
 
 def values_of(headers: Headers, name: bytes, code: str = "invalid_api_key") -> list[bytes]:
-    """The value of a header, if it was sent; raises HttpError if it was sent twice."""
     values = [value for key, value in headers if key == name]
     if len(values) > 1:
         raise HttpError(code, f"The header {name.decode()} was sent {len(values)} times.")

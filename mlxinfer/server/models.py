@@ -171,7 +171,6 @@ class ModelRegistry:
         return await asyncio.shield(slot.loading)
 
     async def load(self, name: str) -> None:
-        """Load a model if it is not; raises as `find` and `use`, with the reason of a failure."""
         slot = self.find(name)
         slot.failures_in_a_row = 0  # an explicit request tries it at once
         try:
@@ -183,11 +182,7 @@ class ModelRegistry:
             raise
 
     async def tend(self, on_ready: Callable[[], None]) -> None:
-        """Load the models of the start, then unload idle ones now and then, until cancelled.
-
-        Raises:
-            as `load_first` and `unload_idle`.
-        """
+        """Load the models of the start, then unload idle ones now and then, until cancelled."""
         await self.load_first()
         on_ready()
         while True:
@@ -302,7 +297,6 @@ class ModelRegistry:
                 raise InvalidRequestError(f"Two models are called {name}; rename one of them.")
 
     def _share_kv(self, slots: Sequence[ModelSlot]) -> None:
-        """Give models that are not loaded their KV budgets; raises InvalidRequestError."""
         budgets = kv_budgets(slots, self.limit_bytes)
         for slot in slots:
             if slot.state is State.UNLOADED:
@@ -311,11 +305,7 @@ class ModelRegistry:
     # -- adapters -------------------------------------------------------------------------------
 
     async def load_adapter(self, model: str | None, name: str, folder: Path) -> None:
-        """Load an adapter of a model. The model is loaded first, and keeps it for later loads.
-
-        Raises:
-            as `find`, `use` and `Session.load_adapter`.
-        """
+        """Load an adapter of a model. The model is loaded first, and keeps it for later loads."""
         slot = self.find(model)  # a client that leaves does not leave the adapter half loaded
         await asyncio.shield(_task(self._load_adapter(slot, name, folder)))
 
@@ -326,7 +316,6 @@ class ModelRegistry:
             slot.adapter_failures.pop(name, None)
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
-        """Let no new request name an adapter; raises ModelNotFoundError if there is none."""
         slots = self._slots if model is None else [self.find(model)]
         for slot in slots:
             if name in slot.adapters and slot.loading is not None:
@@ -343,12 +332,7 @@ class ModelRegistry:
     # -- loads and unloads, one at a time -------------------------------------------------------
 
     async def _bring_in(self, slot: ModelSlot) -> ServedModel:
-        """Load a model.
-
-        Raises:
-            ModelLoadError: it cannot be loaded.
-            OverloadedError: the models in its way are in use, or stuck.
-        """
+        """Load a model."""
         try:
             async with self._changing:
                 if slot.state is State.UNLOADING:
@@ -418,7 +402,6 @@ class ModelRegistry:
         slot.num_loads += 1
 
     def _failed(self, slot: ModelSlot, error: Exception) -> ModelLoadError:
-        """The error for waiting requests. Its reason may name paths, so it is only logged."""
         slot.failure = error
         slot.num_failures += 1
         pause_s = slot.fail()
@@ -428,11 +411,7 @@ class ModelRegistry:
         return slot.not_loaded(pause_s)
 
     async def _make_room(self, slot: ModelSlot, num_bytes: int) -> None:
-        """Unload idle models, the longest unused first, until so many bytes more fit.
-
-        Raises:
-            OverloadedError: they would not be enough; then none is unloaded.
-        """
+        """Unload idle models, the longest unused first, until so many bytes more fit."""
         while (over := self.held_bytes + num_bytes - self.limit_bytes) > 0:
             idle = sorted((s for s in self._slots if s.idle), key=lambda s: s.used_s)
             if sum(s.held_bytes for s in idle) < over:

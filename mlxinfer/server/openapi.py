@@ -61,12 +61,10 @@ def document(routes: Iterable[Route]) -> Plain:
 
 
 def plain_path(route: Route) -> str:
-    """The path with `{name}` for each parameter."""
     return _PARAM.sub(r"{\1}", route.path)
 
 
 def body_of(route: Route) -> type[RequestBody] | None:
-    """The struct of the JSON that a route reads; None: it reads none."""
     return None if route.takes_file else route.body
 
 

@@ -32,7 +32,6 @@ _pool = KillablePool(
 
 
 def can_read_pdf() -> bool:
-    """Return whether pypdf, of the extra `pdf`, is installed."""
     return find_spec("pypdf") is not None
 
 
@@ -86,7 +85,6 @@ class _UnreadableError(Exception):
 
 
 def answer(job: Message) -> Message:
-    """Return the reply to a job; of None, None."""
     if job.value is None:
         return Message(None)
     limit_cpu(MAX_SECONDS)

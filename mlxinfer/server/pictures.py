@@ -45,7 +45,6 @@ class PictureFetches:
         self._deadline = time.monotonic() + REQUEST_S
 
     def fetch(self, url: str, place: str) -> bytes:
-        """As `fetch_picture`; raises PictureError also where the request's limits are reached."""
         data = self._found.get(url)
         if data is None:
             if time.monotonic() > self._deadline:
@@ -118,7 +117,6 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._kept: socket.socket | None = None  # `sock` is None while the answer is read
 
     def connect(self) -> None:
-        """Connect to the address; TLS checks the certificate of the name."""
         address = (self._address, self.port)
         self.sock = self._kept = socket.create_connection(address, _left(self._deadline))
         if self._url.scheme == "https":
@@ -177,7 +175,6 @@ def _data(answer: http.client.HTTPResponse, deadline: float, place: str) -> byte
 
 
 def _left(deadline: float) -> float:
-    """Seconds that are left; raises TimeoutError where there are none."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError(f"it takes more than {TIMEOUT_S:g} seconds")

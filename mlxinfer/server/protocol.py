@@ -28,7 +28,6 @@ class ChunkLimitedConnection(h11.Connection):
     _num_bytes = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """The next event; raises h11.RemoteProtocolError, also for too many small chunks."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0

@@ -60,7 +60,6 @@ class Record:
     shown: Plain  # what its owner is shown
 
     def without_text(self) -> Plain:
-        """How much was reused, and why no more."""
         names = ("cached_tokens", "cause", "message", "position")
         return {name: self.shown[name] for name in names}
 
@@ -108,7 +107,6 @@ class ReuseRecords:
         return record
 
     def answered(self, owner: str | None, record: Record, token_ids: Sequence[int]) -> None:
-        """Note the answer: the next prompt of a conversation should go on behind it."""
         if record.ids is not None:
             record.ids = np.concatenate([record.ids, np.asarray(token_ids, np.int64)])
             self._drop_ids(self._of[owner])

@@ -97,7 +97,6 @@ class Server(uvicorn.Server):
             raise self._failure
 
     def stop(self) -> None:
-        """Begin to drain, from any thread; further calls have no effect."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_draining)
 
@@ -196,11 +195,7 @@ def traced(app: AsgiApp) -> AsgiApp:
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:
-    """Sockets bound to the config's addresses; of port 0 all take the one that the first finds.
-
-    Raises:
-        InvalidRequestError: the port is taken, or an address is not this machine's.
-    """
+    """Sockets bound to the config's addresses; of port 0 all take the one that the first finds."""
     bound: list[socket.socket] = []
     try:
         for host in config.hosts:
@@ -214,7 +209,6 @@ def bind(config: ServerConfig) -> list[socket.socket]:
 
 
 def _bind(host: str, port: int, *, alone: bool) -> socket.socket:
-    """A socket bound to one address; raises as `bind`."""
     plain = host.strip("[]")
     family = socket.AF_INET6 if ":" in plain else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is named; without it a response of two writes
@@ -243,7 +237,6 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Raise InvalidRequestError for a certificate or a key that cannot be used."""
     if config.tls_cert is None or config.tls_key is None:
         return
     try:

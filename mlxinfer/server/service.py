@@ -7,8 +7,12 @@ a working one has to finish steps.
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,7 +21,6 @@ from ..errors import EngineClosedError, MlxinferError
 from ..session.saved import NamedSessions
 from . import pdf
 from .admission import Admission
-from .awake import COMMAND, Awake
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .log import RecentProblems
@@ -111,6 +114,63 @@ def _is_busy(stats: dict[str, Any]) -> bool:
     return bool(stats["running"] or stats["waiting"])
 
 
+# -- awake ----------------------------------------------------------------------------------------
+
+AWAKE_S = 30.0  # without a request: one that follows at once starts no other process
+# It ends by itself when this process ends, however that ends.
+AWAKE_COMMAND = ("caffeinate", "-i", "-w", str(os.getpid())) if sys.platform == "darwin" else ()
+
+
+class Awake:
+    """Keeps a Mac awake while requests run; the screen may sleep. Lives on one event loop.
+
+    Args:
+        command: runs as long as the machine is to stay awake; empty: nothing is done.
+        release_s: seconds from the last request until it is ended.
+    """
+
+    def __init__(self, command: Sequence[str], release_s: float = AWAKE_S) -> None:
+        self._command, self._release_s = command, release_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._release: asyncio.TimerHandle | None = None
+        self._holders = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._holders += 1
+        self._hold()
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders and self._process is not None:
+                loop = asyncio.get_running_loop()
+                self._release = loop.call_later(self._release_s, self.close)
+
+    def _hold(self) -> None:
+        if self._release is not None:
+            self._release.cancel()
+            self._release = None
+        if not self._command or (self._process is not None and self._process.poll() is None):
+            return
+        null = subprocess.DEVNULL
+        try:  # file descriptors of Python are not inherited, and this way no memory is copied
+            self._process = subprocess.Popen(
+                self._command, stdin=null, stdout=null, stderr=null, close_fds=False
+            )
+        except OSError as error:
+            log.warning("the machine may sleep during requests: %s", error)
+            self._command = ()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+# -- all that is shared ---------------------------------------------------------------------------
+
 GRAMMAR_WORKERS = 2  # threads that make prompts while one process tries grammars out
 PICTURE_WORKERS = 2  # threads that wait for pictures, and make prompts with them
 SESSION_WORKERS = 2  # threads that save, load and import sessions: gigabytes
@@ -153,7 +213,7 @@ class ServerState:
     awake: Awake = field(init=False)
 
     def __post_init__(self) -> None:
-        self.awake = Awake(COMMAND if self.config.keep_awake else ())
+        self.awake = Awake(AWAKE_COMMAND if self.config.keep_awake else ())
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
@@ -163,12 +223,10 @@ class ServerState:
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
     def add_model(self, entry: RegistryEntry) -> None:
-        """Serve one more model; raises as `Models.add`."""
         self.models.add(entry)
         self.request_metrics.setdefault(entry.name, RequestMetrics())  # it may have been here
 
     async def metrics(self) -> ServerMetrics:
-        """All numbers at this moment; a stuck engine is left out."""
         stats = await self.engine_stats.all(self.models)
         return ServerMetrics(
             self.models.slots(),
@@ -200,14 +258,11 @@ class ServerState:
 
     def close(self) -> None:
         self.awake.close()
-        self.workers.close()
-        self.long_workers.close()
-        self.picture_workers.close()
-        self.pdf_workers.close()
-        self.grammar_workers.close()
-        self.fetchers.close()
-        self.page_workers.close()
-        self.session_workers.close()
+        for workers in (
+            *(self.workers, self.long_workers, self.picture_workers, self.pdf_workers),
+            *(self.grammar_workers, self.fetchers, self.page_workers, self.session_workers),
+        ):
+            workers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()

@@ -59,14 +59,14 @@ class ServedModel:
     ) -> "ServedModel":
         """Load the model in `folder`; `watch`: see Session.
 
-        Raises as Session, and CheckpointError as `read_defaults`.
+        Raises as Session, and CheckpointError as `read_sampling`.
         """
-        defaults = read_defaults(folder)
+        values = {"temperature": 1.0, "max_tokens": None, **read_sampling(folder)}
         session = cast(Session, open_session(name, folder, options, tool_format, watch))
         return cls(
             name=name,
             session=session,
-            defaults=defaults,
+            defaults=SamplingParams(**values),
             created_s=created_s,
             reasoning_effort=reasoning_effort,
         )
@@ -80,7 +80,6 @@ class ServedModel:
 
     @property
     def pooler(self) -> PoolingSession:
-        """The session of a model for vectors or scores; raises InvalidRequestError for another."""
         if "rerank" not in self.session.capabilities:
             raise InvalidRequestError(
                 f"{self.name} generates text and gives no vectors and scores; name an embedding "
@@ -98,17 +97,6 @@ class ServedModel:
     def capabilities(self) -> dict[str, bool]:
         can = self.session.capabilities
         return {name: name in can for name in CAPABILITIES}
-
-
-def read_defaults(folder: Path) -> SamplingParams:
-    """The sampling values of a checkpoint's generation_config.json; unusable ones are left out.
-
-    `"do_sample": false` makes the default greedy.
-
-    Raises:
-        CheckpointError: the file is broken.
-    """
-    return SamplingParams(**{"temperature": 1.0, "max_tokens": None, **read_sampling(folder)})
 
 
 # -- entries, and their state ---------------------------------------------------------------------
@@ -239,7 +227,6 @@ class ModelSlot:
         self.adapters = dict(self.entry.adapters)
 
     def check_adapter(self, name: str) -> None:
-        """Raise ModelLoadError where an adapter could not be loaded with the model."""
         if name in self.adapter_failures:
             raise ModelLoadError(
                 f"The adapter {name} of {self.entry.name} could not be loaded; the server's log "
@@ -296,7 +283,6 @@ class ModelSlot:
         return pause_s
 
     def not_loaded(self, left_s: float) -> ModelLoadError:
-        """The error of requests to a model that failed to load, and is tried again in `left_s`."""
         count = self.failures_in_a_row
         times = "" if count == 1 else f" {count} times in a row"
         return ModelLoadError(

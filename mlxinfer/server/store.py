@@ -143,15 +143,7 @@ class ResponseStore:
         except (StoreError, StorageFullError) as error:
             log.warning("no responses are stored until %s can be used: %s", path, error)
 
-    def rename_owners(self, owner_now: Callable[[str], str]) -> None:
-        """Give each owner that an earlier version stored the name that it has now."""
-        with _reported(), self._file.transaction() as db:
-            for (owner,) in db.execute("SELECT DISTINCT owner FROM responses").fetchall():
-                if (now := owner_now(owner)) != owner:
-                    db.execute("UPDATE responses SET owner = ? WHERE owner = ?", (now, owner))
-
     def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keep a response, and drop responses that are too old or too many."""
         now_s = self._clock()
         size = len(stored.input) + len(stored.response) + len(stored.events)
         with _reported(), self._file.transaction() as db:
@@ -202,14 +194,11 @@ class ResponseStore:
         return chain[::-1]
 
     def events(self, id: str) -> list[bytes]:
-        """The frames of a response's stream; none if it did not run in the background."""
         with _reported(), self._file.use() as db:
             row = db.execute("SELECT frames FROM events WHERE id = ?", (id,)).fetchone()
         return [] if row is None else split_frames(row[0])
 
     def delete(self, owner: str, id: str) -> bool:
-        """Forget a response; False if it is not there."""
-
         def gone() -> bool:
             with self._file.transaction() as db:
                 statement = "DELETE FROM responses WHERE id = ? AND owner = ?"

@@ -64,19 +64,12 @@ class Workers:
         return self._running.total() + len(self._turns)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`run_for` nobody in particular."""
         return await self.run_for(NOBODY, function, *args, **kwargs)
 
     async def run_for(
         self, tenant: Tenant, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a function in a thread and return its result.
-
-        Raises:
-            OverloadedError: too many wait.
-            PanicError: a library panicked.
-            whatever else the function raises.
-        """
+        """Call a function in a thread and return its result."""
         loop = asyncio.get_running_loop()
         if self._may_begin(tenant):
             self._running[tenant] += 1
@@ -118,7 +111,6 @@ class Workers:
         self._release(tenant)
 
     def _release(self, tenant: Tenant) -> None:
-        """Take back the thread of a tenant, and begin functions for which there is one."""
         self._running[tenant] -= 1
         self._running += Counter()  # without tenants that have none
         while (taken := self._turns.take(self._may_begin)) is not None:
@@ -127,7 +119,6 @@ class Workers:
                 taken[1].set_result(None)
 
     def close(self) -> None:
-        """Cancel the functions that wait; those that run end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         while (taken := self._turns.take()) is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed

@@ -6,7 +6,10 @@ then end. One call in C ends them, so a signal handler cannot interrupt it halfw
 
 import asyncio
 import queue
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +34,6 @@ from ..threads import take
 from .attempts import Attempts
 from .guard import Guard
 from .inputs import EncodedPrompt
-from .mailbox import Mailbox
 from .prompt_scores import PromptScores
 
 if TYPE_CHECKING:
@@ -120,11 +122,7 @@ class Answer:
         self._first_token_s = 0.0
 
     def try_again(self) -> bool:
-        """Make another request if the answer breaks a schema; False: the answer is valid.
-
-        Raises:
-            GrammarFailedError: no attempt may follow.
-        """
+        """Make another request if the answer breaks a schema; False: the answer is valid."""
         assert self.attempts is not None
         assert self.result is not None
         request = self.attempts.after(self.request, self.result)
@@ -148,11 +146,7 @@ class Answer:
         return self._stream.stop_match
 
     def push(self, event: TokenEvent) -> Delta:
-        """Add one event; the delta of the last one carries the Result.
-
-        Raises:
-            RequestFailedError: the request failed.
-        """
+        """Add one event; the delta of the last one carries the Result."""
         if event.error is not None:
             raise event.error
         if event.prompt_logits is not None:
@@ -224,6 +218,53 @@ class Answer:
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count > 0 and seconds > 0 else None
+
+
+class Mailbox:
+    """Passes events of other threads to the answers that one event loop reads.
+
+    A wake-up of the loop costs a system call; events posted before the loop has run share one.
+
+    Args:
+        loop: not kept alive by the mailbox.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[Answers, TokenEvent]] = deque()
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "Mailbox":
+        return _mailboxes.setdefault(loop, cls(loop))
+
+    def post(self, target: "Answers", event: TokenEvent) -> None:
+        """Let `target` receive an event on the loop; called on any thread.
+
+        If the loop is closed, nobody can read the event, and the target's requests end.
+        """
+        loop = self._loop()
+        with self._lock:
+            first = not self._posted
+            self._posted.append((target, event))
+        try:
+            if loop is None or loop.is_closed():
+                raise RuntimeError
+            if first:
+                loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # closed, perhaps just now
+            self._posted.clear()
+            target.abort()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, deque()
+        for target, event in posted:
+            target.receive(event)
+
+
+_mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]"
+_mailboxes = weakref.WeakKeyDictionary()
 
 
 class Answers:
@@ -374,13 +415,11 @@ class Answers:
     # -- events ---------------------------------------------------------------------------------
 
     def _submit(self, listener: "Listener") -> None:
-        """Hand the requests to the engine; `listener` gets their events on the engine's thread."""
         self._listener, self._begun = listener, True
         for answer in self.answers:
             self._engine.submit(answer.request, answer.watched(listener))
 
     def receive(self, event: TokenEvent) -> None:
-        """Take an event, on the event loop."""
         self._inbox.append(event)
         self._news.set()
 

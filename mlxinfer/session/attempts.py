@@ -7,6 +7,7 @@ from ..core import FinishReason, Request
 from ..errors import GrammarFailedError
 from ..grammar.relaxed import Unenforced, problem_of
 from ..outputs import Result
+from .inputs import wrapped_seed
 
 MAX_ATTEMPTS = 6
 RETRY_TEMPERATURE = 0.5  # the least of another attempt, times the attempts before it
@@ -48,7 +49,7 @@ class Attempts:
                 param=place,
             )
         params = request.params
-        seed = None if params.seed is None else (params.seed + SEED_STEP + 2**63) % 2**64 - 2**63
+        seed = None if params.seed is None else wrapped_seed(params.seed + SEED_STEP)
         temperature = max(params.temperature, RETRY_TEMPERATURE * self.num)
         temperature = temperature if params.sampler is None else 0.0
         self.num += 1

@@ -10,8 +10,7 @@ from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
 from .answers import AnswerStep
-from .inputs import EncodedPrompt, Input, Message, PromptLike
-from .pooling_inputs import EmbedInput, ScoreInput
+from .inputs import EmbedInput, EncodedPrompt, Input, Message, PromptLike, ScoreInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -128,7 +127,6 @@ class LocalSession(ModelSession):
         return self.engine.stats()
 
     def require_open(self) -> None:
-        """Raise EngineClosedError if `closed`, and DeviceLostError if the GPU is gone."""
         self.engine.require_open()
 
     @property
@@ -146,11 +144,15 @@ def deltas(answers: RunningAnswers, watch: PromptWatch | None = None) -> Iterato
         watch: is called where the input asked for reports.
     """
     for steps in answers:
-        for step in steps:
-            if step.progress is None:
-                yield step.delta
-            elif watch is not None:
-                watch(step.progress.computed, step.progress.total)
+        yield from _deltas_of(steps, watch)
+
+
+def _deltas_of(steps: Sequence[AnswerStep], watch: PromptWatch | None) -> Iterator[Delta]:
+    for step in steps:
+        if step.progress is None:
+            yield step.delta
+        elif watch is not None:
+            watch(step.progress.computed, step.progress.total)
 
 
 async def adeltas(
@@ -160,15 +162,11 @@ async def adeltas(
     answers: Any = aiter(await asyncio.to_thread(start, given))
     async with aclosing(answers):
         async for steps in answers:
-            for step in steps:
-                if step.progress is None:
-                    yield step.delta
-                elif watch is not None:
-                    watch(step.progress.computed, step.progress.total)
+            for delta in _deltas_of(steps, watch):
+                yield delta
 
 
 async def last(deltas: AsyncIterator[Delta]) -> Result:
-    """The result that a stream ends with."""
     result = None
     async for delta in deltas:
         result = delta.result

@@ -99,10 +99,6 @@ def open_engine(
     Args:
         owner: the engine is closed when this object is collected.
         watch: is called with the bytes of weights that are loaded, and with all of them.
-
-    Raises:
-        ModelError: the model is broken or not supported.
-        BackendMissingError: MLX does not run here.
     """
     require_mlx()  # says why, where what follows cannot import MLX
     from ..engine.engine import Engine, generation
@@ -127,7 +123,6 @@ def _loaded(name: str, folder: Path, loop: "Loop") -> ModelInfo:
 def _load(
     name: str, folder: Path, options: EngineOptions, group: "RankGroup | None", watch: Watch
 ) -> "tuple[LanguageModel, EngineConfig, Proposer | None]":
-    """The model, or rank 0's part of it, how to run it, and its proposer."""
     from ..speculation.sources import open_speculation
 
     disk, peers = options.stores(folder)
@@ -156,12 +151,8 @@ def _group(
 ) -> "RankGroup | None":
     """The ranks that share the model; None: one process runs all of it.
 
-    In a process that is another rank than 0, this call works for rank 0 until the group ends.
-    `check` is called while it waits for other ranks, and may raise.
-
-    Raises:
-        EngineClosedError: this process was a rank other than 0, and the group has ended.
-        InvalidRequestError, RanksFailedError: see `open_group` and `follow`.
+    In a process that is another rank than 0, this call works for rank 0 until the group ends, and
+    then raises EngineClosedError. `check` is called while it waits for other ranks, and may raise.
     """
     if options.spread.is_alone:
         return None
@@ -177,7 +168,6 @@ def _group(
 
 
 def check_draft(tokenizer: Tokenizer, folder: Path) -> None:
-    """Raise InvalidRequestError unless the draft model in `folder` has the same tokens."""
     difference = tokenizer.difference(Tokenizer.from_folder(folder))
     if difference is not None:
         raise InvalidRequestError(

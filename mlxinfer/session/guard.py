@@ -73,10 +73,7 @@ def _like(logits: Any, changed: Any) -> Any:
 
 
 def _token(token: Any, size: int) -> int:
-    """The token's id; raises ValueError unless it is one of the vocabulary.
-
-    To read it waits for the step, so no token that is out of range is ever taken.
-    """
+    """The token's id; raises ValueError unless it is one of the vocabulary."""
     number = np.array(token).item()
     if type(number) is not int or not 0 <= number < size:
         raise ValueError(f"it returned {shown(number)}; expected a token from 0 to {size - 1}")

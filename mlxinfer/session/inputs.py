@@ -121,13 +121,7 @@ class Input(ABC):
         """
 
     def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
-        """The input with the data of pictures in place of their URLs; texts have none.
-
-        A note stands for an earlier picture that `fetch` refuses.
-
-        Args:
-            fetch: gives the data of a URL; its second argument is the field that errors name.
-        """
+        """The input with the data of pictures in place of their URLs; texts have none."""
         return self
 
     @property
@@ -146,12 +140,7 @@ class Input(ABC):
         return self
 
     def params_of_answers(self, chat_params: SamplingParams, room: int) -> list[SamplingParams]:
-        """How the tokens of each of the n answers are chosen.
-
-        Args:
-            chat_params: the model's own values for conversations.
-            room: tokens that the context leaves to the answer.
-        """
+        """How the tokens of each of the n answers are chosen."""
         default = chat_params if self.takes_chat_params else SamplingParams()
         params = (default if self.params is None else self.params).changed(self.sampling)
         if params.max_tokens is not None and params.max_tokens > room:
@@ -159,7 +148,7 @@ class Input(ABC):
         seed = params.seed
         if self.n == 1 or seed is None:
             return [params] * self.n
-        return [replace(params, seed=_wrapped(seed + number)) for number in range(self.n)]
+        return [replace(params, seed=wrapped_seed(seed + number)) for number in range(self.n)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +268,7 @@ class TextInput(Input):
         return reader.text(self, max_context)
 
 
-def _wrapped(seed: int) -> int:
+def wrapped_seed(seed: int) -> int:
     """The seed within 64 bits: the seed of a later answer may exceed them."""
     return (seed + 2**63) % 2**64 - 2**63
 
@@ -298,7 +287,6 @@ def _check_variables(variables: object) -> None:
 
 
 def check_sequence(prompt: object) -> None:
-    """Raise InvalidRequestError for a prompt that is neither a text nor a list."""
     raw = isinstance(prompt, bytes | bytearray | memoryview)
     if not isinstance(prompt, Sequence) or raw:
         hint = "; give list() of it" if isinstance(prompt, Iterable) else ""
@@ -307,3 +295,95 @@ def check_sequence(prompt: object) -> None:
             f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
             param="prompt",
         )
+
+
+# -- models that pool ------------------------------------------------------------------------------
+
+Text = PromptLike  # of a model that pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedInput:
+    """Texts that become vectors; the fields are the arguments of LLM.embed."""
+
+    texts: Text | Sequence[Text]
+    prompt_name: str | None = None
+    prompt: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate: int | bool = False
+    place: str = "input"  # the field that errors name
+
+    def __post_init__(self) -> None:
+        check_list("texts", self.texts)
+        if self.normalize is not None:
+            check_switch("normalize", self.normalize)
+
+    @property
+    def each(self) -> Sequence[Text]:
+        texts: Any = self.texts
+        is_ids = bool(texts) and all(type(item) is int for item in texts)
+        return [texts] if isinstance(texts, str) or is_ids else texts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreInput:
+    """Pairs of texts to be scored; the fields are the arguments of LLM.score.
+
+    Attributes:
+        first, second: a text or several; one text goes with each of the other's.
+        names: the fields of both, for errors about the number of texts.
+    """
+
+    first: str | Sequence[str]
+    second: str | Sequence[str]
+    instruction: str | None = None
+    truncate: int | bool = False
+    names: tuple[str, str] = ("a", "b")
+    place: str = "documents"
+
+    def __post_init__(self) -> None:
+        check_list(self.names[0], self.first)
+        check_list(self.names[1], self.second)
+        one, two = _as_list(self.first), _as_list(self.second)
+        if len(one) != len(two) and 1 not in (len(one), len(two)):
+            raise InvalidRequestError(
+                f"{self.names[0]} has {len(one)} texts and {self.names[1]} {len(two)}; expected "
+                "one, or as many.",
+                param=self.names[0],
+            )
+
+    @classmethod
+    def of_query(
+        cls, query: str, documents: Sequence[str], instruction: str | None, truncate: int | bool
+    ) -> Self:
+        if not isinstance(query, str):
+            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
+        if isinstance(documents, str):
+            raise InvalidRequestError(
+                "documents is a text; expected a list of them.", param="documents"
+            )
+        return cls(
+            first=[query],
+            second=documents,
+            instruction=instruction,
+            truncate=truncate,
+            names=("query", "documents"),
+        )
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        one, two = _as_list(self.first), _as_list(self.second)
+        count = max(len(one), len(two))
+        return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
+
+
+def check_list(name: str, given: object) -> None:
+    if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
+        raise InvalidRequestError(
+            f"{name} is {shown(given)}; expected a text, or a list with at least one.", param=name
+        )
+
+
+def _as_list(given: str | Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)

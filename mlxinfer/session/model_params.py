@@ -42,14 +42,7 @@ def read_sampling(folder: Path) -> dict[str, Any]:
 
 
 def chat_params(folder: Path) -> SamplingParams:
-    """The default values of conversations: those of the model.
-
-    The answer is as long as the context allows. If the model states no values, the most probable
-    token is chosen. If it states values but no temperature, that is 1, as in transformers.
-
-    Raises:
-        CheckpointError: the file is broken.
-    """
+    """The default values of conversations: those of the model."""
     values = read_sampling(folder)
     samples = {"top_p", "top_k", "min_p"}.intersection(values)
     temperature = 1.0 if samples else 0.0

@@ -252,7 +252,6 @@ class EngineOptions:
         self._check_peers()
 
     def _check_peers(self) -> None:
-        """Raise InvalidRequestError for wrong addresses, and if there are no pages to exchange."""
         _ = PeerOptions(urls=tuple(self.peers), prefill_at=self.prefill_at)
         if not self._exchanges_pages:
             return
@@ -360,7 +359,6 @@ class EngineOptions:
         )
 
     def _check_window(self, specs: Sequence[CacheSpec]) -> None:
-        """Raise InvalidRequestError where no layer would take the window that is asked for."""
         takes = any(spec.window is None and spec.numbers for spec in specs)
         if self.kv.window is not None and not takes:
             raise InvalidRequestError(
@@ -435,7 +433,6 @@ def help_of(name: str) -> str:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made if need be. A folder that cannot be written is refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = "" if os.access(folder, os.W_OK) else "it is not writable"

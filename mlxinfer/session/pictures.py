@@ -94,11 +94,7 @@ class SeenParts(NamedTuple):
     unread: frozenset[str] = frozenset()  # places of earlier ones that cannot be read
 
     def respell(self, text: str) -> str:
-        """The text to encode where the template has written this one.
-
-        Raises:
-            UnsupportedFieldError: there are videos, and the template writes no place for them.
-        """
+        """The text to encode where the template has written this one."""
         placeholder, spelled = self.images.spelling
         text = text.replace(placeholder, spelled) if placeholder else text
         if self.videos is None:
@@ -114,9 +110,6 @@ class SeenParts(NamedTuple):
 
         Returns:
             The ids of the prompt, and where its pictures begin.
-
-        Raises:
-            TemplateError: the template has not written one token for each picture.
         """
         placeholders = {self.images.placeholder_id}
         placeholders |= set() if self.videos is None else {self.videos.placeholder_id}
@@ -185,15 +178,7 @@ class PictureReader:
             max_context: tokens of prompt and answer; None: all that the model can read. If the
                 pictures so far exceed it, the rest is not loaded: each holds its patches.
             place: the field that an error about this names.
-            abandoned: says whether the caller has left.
-
-        Raises:
-            CancelledError: the caller has left.
-            UnsupportedFieldError: the model does not see.
-            PictureError: a picture of the newest turn cannot be read, or takes too much time or
-                memory.
-            PromptTooLongError: they cannot fit.
-            OverloadedError: too many pictures wait to be read.
+            abandoned: says whether the caller has left; then it raises CancelledError.
         """
         processor = self._processor_of(images)
         moving = any(image.is_video for image in images)
@@ -221,7 +206,6 @@ class PictureReader:
         return SeenParts(self._name, processor, videos, pictures, spoken, frozenset(unread))
 
     def _processor_of(self, images: Sequence[ImagePart]) -> ImageProcessor:
-        """The processor of pictures; raises UnsupportedFieldError where these cannot be seen."""
         processor, videos = self._processors
         if processor is None:
             raise UnsupportedFieldError(
@@ -291,11 +275,7 @@ def with_notes(
 def fetched(
     messages: Sequence[Message], fetch: Callable[[str, str], bytes]
 ) -> tuple[list[Message], set[str]]:
-    """The messages with the data of pictures in place of URLs, and places that `fetch` refuses.
-
-    Raises:
-        PictureError: it refuses a picture of the newest turn.
-    """
+    """The messages with the data of pictures in place of URLs, and places that `fetch` refuses."""
     changed, refused = list(messages), set()
     for number, message in enumerate(messages):
         content = message.get("content")

@@ -18,7 +18,7 @@ from ..pooling.config import Head, PoolingConfig
 from ..pooling.request import TokenRow
 from ..text import encode_chat
 from ..text.tokenizer import Tokenizer, check_text, encoding_failures, exceeds_tokens
-from .pooling_inputs import Text
+from .inputs import Text
 
 CHUNK_CHARS = 1 << 20  # of texts that are encoded together: encodings take far more than ids
 
@@ -48,10 +48,6 @@ def encode_rows(
         truncate: a longer row loses tokens at its end, a pair at the end of its longer text;
             otherwise a longer row is refused.
         special: add the tokens that the tokenizer puts around a text or a pair.
-
-    Raises:
-        ContextLengthError: a row is too long.
-        InvalidRequestError: a text is no text, or the tokenizer fails.
     """
     count = tokenizer.num_special_tokens(pair=pairs is not None) if special else 0
     room = max_tokens - count
@@ -87,7 +83,6 @@ def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> 
 def _check_length(
     tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int, what: str, param: str
 ) -> None:
-    """Raise for a text that is certainly too long, before all of it is encoded."""
     for text in texts:
         check_text(text)
     if exceeds_tokens(lambda text: _encodings(tokenizer, [text])[0].ids, texts, max_tokens):
@@ -173,11 +168,7 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 def resolved(pooling: PoolingConfig, tokenizer: Tokenizer, name: str) -> PoolingConfig:
-    """The config with the tokens that score: "yes" and "no", unless a file names others.
-
-    Raises:
-        UnsupportedModelError: the tokenizer has no such tokens.
-    """
+    """The config with the tokens that score: "yes" and "no", unless a file names others."""
     if pooling.head is not Head.TOKENS or pooling.token_ids is not None:
         return pooling
     yes, no = (tokenizer.piece_to_id(piece) for piece in ("yes", "no"))
@@ -215,13 +206,7 @@ class RowBuilder:
     ) -> list[TokenRow]:
         """Rows of texts behind a prompt. Lists of token ids become rows without the prompt.
 
-        Args:
-            texts: texts or lists of token ids.
-            truncate: cut rows to so many tokens, or (True) to the model's limit; False: refuse.
-
-        Raises:
-            InvalidRequestError: an item is no text, or has token ids beyond the vocabulary.
-            ContextLengthError: a text is too long, and `truncate` is False.
+        `truncate`: cut rows to so many tokens, or (True) to the model's limit; False: refuse.
         """
         limit = self.limit(truncate)
         cut = truncate is not False
@@ -257,10 +242,6 @@ class RowBuilder:
         Args:
             instruction: what counts as a match, for models that read one; None: their own.
             truncate, param: see `texts`; the longer of the two loses tokens first.
-
-        Raises:
-            InvalidRequestError: see `texts`; or the model reads no instruction.
-            ContextLengthError: see `texts`.
         """
         limit, cut = self.limit(truncate), truncate is not False
         for text in (*queries, *documents):
@@ -285,7 +266,6 @@ class RowBuilder:
         return [_row(row, 0) for row in rows]
 
     def limit(self, truncate: int | bool) -> int:
-        """Tokens that a row may have; raises InvalidRequestError for what is no number of them."""
         if isinstance(truncate, bool):
             return self.max_context
         if type(truncate) is not int or truncate < 1:

@@ -18,8 +18,8 @@ from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .base import LocalSession
 from .engine_factory import ModelInfo, describe
+from .inputs import EmbedInput, ScoreInput
 from .options import EngineOptions
-from .pooling_inputs import EmbedInput, ScoreInput
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, resolved
 from .session import CANARY_TOKEN, Session
 
@@ -43,10 +43,6 @@ class PoolingSession(LocalSession):
         options: of the engine; only POOLING_OPTIONS have an effect.
         pooling: as `read_pooling` gives it.
         watch: is called with the bytes of weights that are loaded, and with all of them.
-
-    Raises:
-        ModelError: the model is broken or not supported.
-        BackendMissingError: MLX does not run here.
     """
 
     def __init__(
@@ -82,7 +78,6 @@ class PoolingSession(LocalSession):
         return self.rows.tokenizer
 
     def refuse(self, method: str) -> NoReturn:
-        """Raise InvalidRequestError: only models that generate text have the method."""
         kind, methods = "a reranker", "rerank(query, documents), score(a, b)"
         if self.embeds:
             kind, methods = "an embedding model", "embed(texts), /v1/embeddings, rerank, score"
@@ -112,7 +107,6 @@ class PoolingSession(LocalSession):
         return frozenset()
 
     def require_vectors(self) -> None:
-        """Raise InvalidRequestError where the model scores pairs."""
         if not self.embeds:
             raise InvalidRequestError(
                 f"{self.info.name} is a reranker and gives no vectors; ask it for scores: "
@@ -123,20 +117,13 @@ class PoolingSession(LocalSession):
     # -- vectors and scores ---------------------------------------------------------------------
 
     def embed(self, given: EmbedInput) -> "Vectors":
-        """Vectors (N, dim) float32 of texts; as `read_texts`."""
         return self.read_texts(given).result()
 
     def score(self, given: ScoreInput) -> "Vectors":
-        """Scores (N,) float32 of pairs; as `read_pairs`."""
         return self.read_pairs(given).result()
 
     def read_texts(self, given: EmbedInput) -> "Pooled":
-        """The vectors of texts, to be computed. May take long: call it in a worker thread.
-
-        Raises:
-            InvalidRequestError: the model gives no vectors, or the input is wrong.
-            ContextLengthError: a text is too long, and not to be truncated.
-        """
+        """The vectors of texts, to be computed. May take long: call it in a worker thread."""
         self.require_vectors()
         self._check_dimensions(given.dimensions)
         prompt = given.prompt
@@ -209,7 +196,6 @@ class PoolingSession(LocalSession):
         return similarity(self.pooling.similarity, first_vectors, second_vectors)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
-        """Raise InvalidRequestError for a length that vectors cannot be cut to."""
         most, lengths = self.info.embedding_dim or 0, self.pooling.matryoshka
         if dimensions is None:
             return
@@ -241,13 +227,8 @@ def open_session(
 ) -> Session | PoolingSession:
     """The session of the model in a folder, by what the model is for.
 
-    Args:
-        name, folder, options, tool_format, watch: see Session.
-        given: names of options that were chosen for this model alone.
-
-    Raises:
-        InvalidRequestError: an option of text was chosen for a model that gives none.
-        what else Session and PoolingSession raise.
+    `given`: names of options that were chosen for this model alone; those of text are refused
+    for a model that gives none.
     """
     pooling = read_pooling(folder, name, options.task)
     if pooling is not None:
@@ -269,11 +250,6 @@ class Pooled:
     Args:
         finish: makes vectors or scores of what the model gives for the rows.
         owner: is referred to, so that the model stays as long.
-
-    Raises (both):
-        ContextLengthError, InvalidRequestError: a row can never run.
-        RequestFailedError: a pass failed.
-        EngineClosedError: the engine was closed.
     """
 
     def __init__(
@@ -301,7 +277,6 @@ class Pooled:
             raise
 
     async def aresult(self) -> "Vectors":
-        """`result` for asyncio; cancelling the task ends the request."""
         try:
             event = await asyncio.wrap_future(self._submit())
         except BaseException:  # as above; or a cancelled task
@@ -317,7 +292,6 @@ class Pooled:
 
 
 def _pooled_of(event: TokenEvent) -> "Vectors":
-    """The result of a request; raises its error, EngineClosedError where it was aborted."""
     if event.error is not None:
         raise event.error
     if event.pooled is None or event.finish_reason is FinishReason.ABORT:
@@ -344,7 +318,6 @@ def places(texts: Sequence[str]) -> dict[str, int]:
 
 
 def unit(vectors: "Vectors") -> "Vectors":
-    """Vectors (N, d) brought to length 1."""
     import numpy as np
 
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -355,8 +328,6 @@ def unit(vectors: "Vectors") -> "Vectors":
 def _loop_maker(
     folder: Path, options: EngineOptions, pooling: PoolingConfig, watch: Watch | None
 ) -> "Callable[[Any], PoolingLoop]":
-    """A function that loads the model on the engine's thread."""
-
     def make(emit: Any) -> "PoolingLoop":
         from ..pooling.loop import PoolingLoop
         from ..pooling.model import load_pooling

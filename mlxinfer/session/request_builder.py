@@ -95,17 +95,7 @@ class RequestBuilder:
     # -- inputs ---------------------------------------------------------------------------------
 
     def build(self, given: Input, chat_params: SamplingParams, max_context: int) -> list[Answer]:
-        """The n answers to one input, ready to run. Compiling a grammar may take seconds.
-
-        Args:
-            max_context: tokens of prompt and answer.
-
-        Raises:
-            InvalidRequestError: the input is wrong, or a grammar cannot be compiled.
-            PromptTooLongError: the prompt leaves no room for an answer.
-            TemplateError: the template refuses the messages.
-            OverloadedError: too many grammars at once.
-        """
+        """The n answers to one input, ready to run. Compiling a grammar may take seconds."""
         prompt = given.read_by(self, max_context)
         num_prompt = len(prompt.ids)
         if not prompt.ids:
@@ -166,13 +156,7 @@ class RequestBuilder:
         )
 
     def conversation(self, given: ChatInput, max_context: int | None) -> EncodedPrompt:
-        """The prompt that the chat template makes of a conversation.
-
-        Raises:
-            TemplateError: the model has no template, or the template refuses the messages.
-            PromptTooLongError: messages and tools cannot fit.
-            InvalidRequestError: a message, a tool or a variable is wrong.
-        """
+        """The prompt that the chat template makes of a conversation."""
         template = self.tokenizer.template
         use = self._tool_use(given)
         tools = None if use is None else use.shown
@@ -210,13 +194,7 @@ class RequestBuilder:
         )
 
     def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:
-        """The prompt of a text, of token ids, or of a text with a gap.
-
-        Raises:
-            PromptTooLongError: it cannot fit.
-            UnsupportedFieldError: a gap, and the model has no tokens for filling in the middle.
-            InvalidRequestError: no text and no token ids of this model.
-        """
+        """The prompt of a text, of token ids, or of a text with a gap."""
         prompt, limit = given.prompt, sys.maxsize if max_context is None else max_context
         if given.suffix:
             return self._infill(given, limit)
@@ -256,7 +234,6 @@ class RequestBuilder:
         return EncodedPrompt(ids, prefix, reasons=given.reasons, end_ids=tokens.end_ids)
 
     def _check_text(self, *texts: str, max_context: int, place: str) -> None:
-        """Raise PromptTooLongError for texts that are far too long, before all is encoded."""
         encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=True)
         if num_tokens := exceeds_tokens(encode, texts, max_context):
             raise PromptTooLongError(num_tokens, max_context, param=place, exact=False)
@@ -273,7 +250,7 @@ class RequestBuilder:
         template = self.tokenizer.template
         if template is not None:
             if (tools or has_calls(messages)) and self.tool_format is GENERIC:
-                messages, tools = generic_messages(template, messages, tools), None
+                messages, tools = generic_messages(messages, tools), None
             messages = self._forms.apply(messages, self._written_calls)
         return encode_chat(self.tokenizer, messages, check, respell, tools=tools, **variables)
 
@@ -281,7 +258,6 @@ class RequestBuilder:
         return self.tool_format.write([WrittenCall.of(call) for call in calls])
 
     def _tool_use(self, given: ChatInput) -> ToolUse | None:
-        """How the answers use tools; None: they use none."""
         if not given.tools and given.tool_choice in (None, "auto", "none"):
             return None
         return ToolUse.plan(
@@ -327,11 +303,7 @@ class RequestBuilder:
     def _variables(
         self, given: ChatInput, template: ChatTemplate | None
     ) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The variables of the template, and the names of those that have no effect.
-
-        Raises:
-            InvalidRequestError: a variable that the template never reads, or no request may set.
-        """
+        """The variables of the template, and the names of those that have no effect."""
         wanted, limit = dict(given.template_variables), given.reasoning_limit
         if template is None or (not wanted and given.reasoning_effort is None and limit is None):
             return {}, ()
@@ -373,6 +345,5 @@ def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
 
 
 def _as_int(value: Any) -> Any:
-    """An integer of numpy as an int of Python; anything else unchanged."""
     is_other = type(value) is not int and isinstance(value, Integral)
     return int(value) if is_other and not isinstance(value, bool) else value

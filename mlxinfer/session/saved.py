@@ -22,8 +22,6 @@ from ..errors import InvalidRequestError, OverloadedError, shown
 from ..memory import human_bytes
 from .session import ADAPTER_NAME, Session
 
-__all__ = ["Client", "NamedSessions", "SavedSession"]
-
 NO_ROOM_S = 30.0
 
 
@@ -53,15 +51,7 @@ class NamedSessions(SavedSessions):
     def save_slot(
         self, name: str, model: str, session: Session, client: Client, slot: int
     ) -> SavedSession:
-        """Save the prompt of a slot.
-
-        Args:
-            name: of the session; another one of this owner and name is replaced.
-
-        Raises:
-            InvalidRequestError: the name cannot be one, there is no prompt, or no disk cache.
-            OverloadedError: there is no room.
-        """
+        """Save the prompt of a slot."""
         check_session_name(name)
         saving = save_load.Saving((client.owner, slot), client.salt)
         session.engine.change(saving.pieces)
@@ -80,11 +70,7 @@ class NamedSessions(SavedSessions):
 
     @contextmanager
     def _share(self, saved: SavedSession, client: Client) -> Iterator[None]:
-        """Keep room for a session while it is saved.
-
-        Raises:
-            OverloadedError: the sessions of its key would take more than their share.
-        """
+        """Keep room for a session while it is saved."""
         with self._lock:
             saving = self._saving.setdefault(client.owner, {})
             held = {
@@ -105,11 +91,7 @@ class NamedSessions(SavedSessions):
                 saving.pop(saved.name, None)
 
     def load_slot(self, saved: SavedSession, session: Session, client: Client, slot: int) -> None:
-        """Bring a session into memory, as the prompt of a slot.
-
-        Raises:
-            InvalidRequestError: it is damaged, or one of other weights, versions or keys.
-        """
+        """Bring a session into memory, as the prompt of a slot."""
         prompt, salt, place = saved.prompt, client.salt, (client.owner, slot)
         if session.engine.call(lambda loop: save_load.root_of(loop, prompt, salt)) != prompt.root:
             raise InvalidRequestError(
@@ -121,11 +103,7 @@ class NamedSessions(SavedSessions):
         session.engine.call(lambda loop: save_load.load(loop, place, prompt, salt))
 
     def erase_slot(self, session: Session, client: Client, slot: int) -> int:
-        """Forget the prompt of a slot, but what other prompts share or sessions keep; its tokens.
-
-        Raises:
-            InvalidRequestError: it has none.
-        """
+        """Forget the prompt of a slot, but what others share or sessions keep; its tokens."""
         count: int = session.engine.call(lambda loop: save_load.erase(loop, (client.owner, slot)))
         return count
 
@@ -134,9 +112,6 @@ class NamedSessions(SavedSessions):
         """A file for the bytes that `take_in` reads; it is deleted at the end of the block.
 
         Each owner has one at a time, for it may be as large as the disk cache.
-
-        Raises:
-            OverloadedError: the owner has one.
         """
         with self._lock:
             if owner in self._uploading:
@@ -158,13 +133,8 @@ class NamedSessions(SavedSessions):
         """Save the session of an exported file; each of its pages is checked first.
 
         Args:
-            file: as `exported` gave it.
             name: None: the name in the file.
             client: to which the session belongs from now on.
-
-        Raises:
-            InvalidRequestError: the file is damaged, or one of other weights or versions.
-            OverloadedError: there is no room.
         """
         given = read_session(file)
         check_session_name(name or given.name)
@@ -195,12 +165,7 @@ class NamedSessions(SavedSessions):
 def _written(
     entries: Iterator[Entry], prompt: SavedPrompt, sizes: dict[int, int], tier: DiskTier
 ) -> Iterator[bytes]:
-    """Write the entries of a prompt; yields the key of each entry once it is on the disk.
-
-    Args:
-        entries: of the prompt, in the order of its places.
-        prompt: with the root that they get.
-    """
+    """Write the entries of a prompt; yields the key of each entry once it is on the disk."""
     places = zip(prompt.keys(prompt.root), prompt.places, entries, strict=True)
     for (parent, key), (_, group), entry in places:
         if entry.payload.nbytes != sizes.get(group):
@@ -221,7 +186,6 @@ def _no_room() -> OverloadedError:
 
 
 def check_session_name(name: str) -> None:
-    """Raise InvalidRequestError unless this can be the name of a session."""
     if not ADAPTER_NAME.fullmatch(name):
         raise InvalidRequestError.of(
             "name", f"is {shown(name)}; expected letters, digits, '.', '_' and '-', 100 at most."

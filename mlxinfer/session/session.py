@@ -90,7 +90,6 @@ class Session(LocalSession):
         return self.builder.tokenizer
 
     def refuse(self, method: str) -> NoReturn:
-        """Raise InvalidRequestError: only embedding models and rerankers have the method."""
         raise InvalidRequestError(
             f"{self.info.name} generates text and has no {method}; load an embedding "
             "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
@@ -133,23 +132,13 @@ class Session(LocalSession):
         This checks and encodes the inputs, fits the answers into the context and compiles grammars.
         It may take seconds, so an event loop calls it in a worker thread. The requests go to the
         engine when the answers are read, or by `Answers.begin`.
-
-        Raises:
-            InvalidRequestError: an input is wrong, or a grammar cannot be compiled.
-            PromptTooLongError: a prompt leaves no room for an answer.
-            TemplateError: the model has no chat template, or the template refuses the messages.
-            OverloadedError: too many grammars at once.
         """
         limit, build = self.engine.limits.max_context, self.builder.build
         answers = [answer for given in inputs for answer in build(given, self.chat_params, limit)]
         return Answers(self.engine, answers, owner=self)
 
     def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
-        """The prompt of an input, made and checked as by `start`.
-
-        Args:
-            bounded: refuse texts that are far too long for the context before they are encoded.
-        """
+        """The prompt of an input, made and checked as by `start`."""
         return given.read_by(self.builder, self.limits.max_context if bounded else None)
 
     def text_of(self, prompt: EncodedPrompt) -> tuple[str, str]:
@@ -220,7 +209,6 @@ class Session(LocalSession):
 
 
 def check_adapter_name(name: str) -> None:
-    """Raise InvalidRequestError unless this can be an adapter's name, as in `model:name`."""
     if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
         raise InvalidRequestError(
             f"{shown(name)} is no name of an adapter; expected letters, digits, '.', '_' and '-', "

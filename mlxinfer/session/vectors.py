@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ..outputs import Ranked, ranked
 from .base import ModelSession
-from .pooling_inputs import EmbedInput, ScoreInput, Text
+from .inputs import EmbedInput, ScoreInput, Text
 
 if TYPE_CHECKING:
     import numpy as np

@@ -56,10 +56,6 @@ def encode_chat(
     Args: those of ChatTemplate.render, and
         check: is called with the prompt's text before the text is encoded, and may raise.
         respell: takes the text that the template wrote; its result is encoded instead.
-
-    Raises:
-        TemplateError: there is no template, it refuses the messages, or it exceeds a limit.
-        InvalidRequestError: the prompt cannot be encoded.
     """
     template = tokenizer.template
     if template is None:
@@ -171,7 +167,6 @@ class ControlTokens:
     # -- hiding ---------------------------------------------------------------------------------
 
     def may_be_spelled(self, value: Any) -> bool:
-        """Whether any text within plain data has a character that is hidden."""
         if isinstance(value, str):
             return self._any.search(self._folded(value)) is not None
         if isinstance(value, dict):
@@ -213,11 +208,7 @@ class ControlTokens:
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
     def encode_hidden(self, text: str, hidden: str) -> list[int]:
-        """Return the ids of a rendering, in which only the template writes control tokens.
-
-        Args:
-            hidden: the same with the texts of the messages hidden.
-        """
+        """Return the ids of a rendering, in which only the template writes control tokens."""
         hidden = self._joined(hidden)
         places = self._find(hidden)
         if [token for token, *_ in self._find(text)] == [token for token, *_ in places]:

@@ -51,14 +51,8 @@ class FimTokens:
     ) -> list[int]:
         """Return the prompt for the text between `prefix` and `suffix`.
 
-        Text that spells a control token stays text.
-
-        Args:
-            files: other files (name, text) before these, each behind the token that separates files
-                if the model has one.
-
-        Raises:
-            InvalidRequestError: a text cannot be encoded.
+        Text that spells a control token stays text. `files` are other files (name, text) before
+        these, each behind the token that separates files if the model has one.
         """
         begin = tokenizer.encode("")[:1]
         start = list(begin if begin == [tokenizer.bos_token_id] else ())
@@ -73,7 +67,6 @@ class FimTokens:
 
 
 def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
-    """Return the tokens for filling in the middle, None for a model without them."""
     for names in _MARKS:
         prefix, suffix, middle = (name and tokenizer.piece_to_id(name) for name in names)
         if not isinstance(prefix, int) or not isinstance(suffix, int):

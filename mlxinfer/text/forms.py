@@ -73,12 +73,7 @@ class Forms:
     empty_thoughts: bool = False  # an answer without a thought has an empty one
 
     def apply(self, messages: Messages, write_calls: WriteCalls) -> list[Message]:
-        """Return a conversation in a form that the template takes.
-
-        Args:
-            messages: with text, or parts, as contents.
-            write_calls: writes the calls of one message as the model does.
-        """
+        """Return a conversation in a form that the template takes."""
         chat = [dict(message) for message in messages]
         if not self.developer:
             chat = [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
@@ -181,7 +176,6 @@ def _without_calls(message: Message) -> Message:
 
 
 def _results_after(chat: Sequence[Message], place: int) -> dict[int, Message]:
-    """Return {place: result} of the results that follow a message with calls."""
     results: dict[int, Message] = {}
     for i in range(place + 1, len(chat)):
         if chat[i]["role"] != "tool":

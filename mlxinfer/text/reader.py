@@ -78,7 +78,6 @@ class TextReader:
         return self._text[self._at] if (yield from self.more()) else ""
 
     def take(self, count: int = 1) -> str:
-        """Read `count` characters, which must have arrived."""
         taken = self._text[self._at : self._at + count]
         assert len(taken) == count
         self._at += count
@@ -128,14 +127,12 @@ class TextReader:
         return None
 
     def accept(self, *marks: str) -> Parse[str | None]:
-        """Read the mark that stands here, if one does."""
         mark = yield from self.ahead(marks)
         if mark is not None:
             self.take(len(mark))
         return mark
 
     def expect(self, *marks: str) -> Parse[str]:
-        """Read the mark that stands here; raise Malformed if none does."""
         mark = yield from self.accept(*marks)
         if mark is None:
             raise Malformed(f"expected {' or '.join(marks)}")
@@ -153,10 +150,7 @@ class TextReader:
     def pass_until(
         self, marks: Sequence[str], emit: Callable[[str], object], limit: int | None = None
     ) -> Parse[str]:
-        """Read up to one of the marks, and pass the text on as it arrives; return that mark.
-
-        Raises as `until`.
-        """
+        """Read up to one of the marks, and pass the text on as it arrives; return that mark."""
         size = 0
         stops = _stops(tuple(marks))
         while True:

@@ -155,7 +155,6 @@ Messages = Sequence[dict[str, Any]]
 
 
 def has_calls(messages: object) -> bool:
-    """Whether any message holds tool calls, or the result of one."""
     every = messages if isinstance(messages, (list, tuple)) else ()
     return any(
         isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
@@ -164,10 +163,7 @@ def has_calls(messages: object) -> bool:
 
 
 def count_argument_values(messages: Messages) -> int:
-    """About how many JSON values the arguments of tool calls hold, or more: commas in texts count.
-
-    Counting takes a thousandth of the time in which the values are parsed and rendered.
-    """
+    """Count the JSON values in the arguments of calls, or more: commas in texts count."""
     count = 0
     for call in (call for message in messages for call in _calls(message)):
         with suppress(TypeError, ValueError, RecursionError):  # rendering raises for such a call
@@ -353,7 +349,6 @@ class ChatTemplate:
         return text[: len(cut_at_continue_tag(show(text), show(tail)))]
 
     def source_for(self, tools: object = None) -> str:
-        """Return the source that renders a request, with tools or without."""
         name = "tool_use" if tools is not None and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise TemplateError(
@@ -363,21 +358,14 @@ class ChatTemplate:
         return self.sources[name]
 
     def reads(self, variable: str) -> bool:
-        """Whether any of the templates reads this variable, such as "tools".
-
-        A broken template reads none.
-        """
+        """Whether any of the templates reads this variable, such as "tools"."""
         try:
             return variable in self.names()
         except TemplateError:
             return False
 
     def names(self) -> frozenset[str]:
-        """Return the names that the templates read, their own variables among them.
-
-        Raises:
-            TemplateError: a template is broken.
-        """
+        """Return the names that the templates read, their own variables among them."""
         return self._words()[0]
 
     def given_names(self) -> frozenset[str]:
@@ -385,11 +373,7 @@ class ChatTemplate:
         return frozenset((*self._environment.globals, *self.variables, *_ARGUMENTS))
 
     def constants(self) -> list[str]:
-        """Return the string constants in the templates.
-
-        Raises:
-            TemplateError: a template is broken.
-        """
+        """Return the string constants in the templates."""
         return self._words()[1]
 
     def _words(self) -> tuple[frozenset[str], list[str]]:
@@ -422,7 +406,6 @@ class ChatTemplate:
         return self._compiled[source, hider]
 
     def literal_text(self, source: str) -> str:
-        """Return the text and the string constants of a template, all that it writes itself."""
         tree = self._parsed(source)
         texts = {data.data for data in tree.find_all(nodes.TemplateData)}
         constants = {const.value for const in tree.find_all(nodes.Const)}
@@ -473,7 +456,6 @@ def plain_data(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages as a list; raise TemplateError unless they are one or more objects."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("messages is empty or no list; expected at least one message.")
     for message in messages:
@@ -483,7 +465,6 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def without_none(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without keys of the value None: templates test for missing keys."""
     return {key: value for key, value in message.items() if value is not None}
 
 

@@ -128,7 +128,6 @@ def _mend_mistral(backend: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 def part_spec(backend: tokenizers.Tokenizer, part: str) -> dict[str, Any] | None:
-    """Return the JSON description of a part of the backend, such as its "decoder", or None."""
     value = getattr(backend, part)
     if value is None:
         return None
@@ -205,7 +204,6 @@ def _growth(spec: dict[str, Any] | None) -> float:
 
 
 def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
-    """Return the ids of a text; every failure of the library becomes InvalidRequestError."""
     ids: list[int]
     with encoding_failures():
         if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` would hold the GIL
@@ -395,7 +393,6 @@ class Tokenizer:
         return f"token {number} is {self.id_to_piece(number)!r} and {other.id_to_piece(number)!r}"
 
     def piece_to_id(self, piece: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it, None if there is none."""
         token_id: int | None = self._backend.token_to_id(piece)
         return token_id
 
@@ -428,7 +425,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) ->
 
 
 def check_text(text: object) -> None:
-    """Raise InvalidRequestError unless this is a text that is not too long."""
     if not isinstance(text, str):
         raise InvalidRequestError(f"Expected text, got {type(text).__name__}.")
     if len(text) > MAX_TEXT_CHARS:

@@ -37,15 +37,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path, chat_template: str | Path | None = None) -> TokenizerFiles:
-    """Read the files beside tokenizer.json; a missing file counts as empty.
-
-    Args:
-        chat_template: a file with the jinja source to use instead of the checkpoint's own.
-
-    Raises:
-        InvalidRequestError: `chat_template` is no file.
-        CheckpointError: a file is not JSON, not an object, too large, or not UTF-8.
-    """
+    """Read the files beside tokenizer.json; a missing file counts as empty."""
     config = read_json(folder / "tokenizer_config.json")
     model = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json")
@@ -61,7 +53,6 @@ def read_tokenizer_files(folder: Path, chat_template: str | Path | None = None) 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in the file, {} if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -74,7 +65,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Return the content of a UTF-8 file of at most `max_bytes`."""
     size = path.stat().st_size
     if size > max_bytes:
         raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are accepted.")
@@ -90,7 +80,6 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _token_text(value: object) -> str | None:
-    """Return the text of a token that is spelled as a string or as {"content": ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
@@ -136,7 +125,6 @@ def _templates(folder: Path, config: dict[str, Any], model: dict[str, Any]) -> d
 
 
 def _own(kind: object) -> dict[str, str]:
-    """Return the template that this package has for a kind of models, {} for none."""
     names = [path.stem for path in OWN_TEMPLATES.glob("*.jinja")]
     if kind not in names:
         return {}

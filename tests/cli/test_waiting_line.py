@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mlxinfer.cli import _waiting
-from mlxinfer.cli._waiting import WaitingLine, until_first_word
+from mlxinfer.cli import _markdown
+from mlxinfer.cli._markdown import WaitingLine, until_first_word
 from mlxinfer.outputs import Delta
 from tests.waiting import wait_until
 
@@ -23,7 +23,7 @@ def text_of(console: Console) -> str:
 
 
 def test_it_names_turn_and_prompt_until_the_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_waiting, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(_markdown, "PATIENCE_S", 0.0)
     console = screen()
     line = WaitingLine(console)
 
@@ -43,7 +43,7 @@ def test_it_names_turn_and_prompt_until_the_first_word(monkeypatch: pytest.Monke
 
 def test_it_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([10.0, 14.0])
-    monkeypatch.setattr(_waiting, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    monkeypatch.setattr(_markdown, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
     line = WaitingLine(screen())
     line.read(1000, 9000)
     line.read(3000, 9000)

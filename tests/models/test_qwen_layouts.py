@@ -24,7 +24,7 @@ from mlxinfer.models import load
 from mlxinfer.models.jsonfields import Fields
 from mlxinfer.models.language import reachable
 from mlxinfer.models.towers import Features, Tower, parts
-from mlxinfer.models.towers.loading import tower_family, tower_name
+from mlxinfer.models.towers.loading import tower_builder, tower_name
 from mlxinfer.models.towers.merged import MergedTower
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.weights import Weights
@@ -137,7 +137,7 @@ def large(name: str, **sizes) -> MergedTower:
         if key is not None and not key.startswith(tuple(f"vision.blocks.{i}." for i in (1, 2, 3)))
     }
     weights = Weights(Checkpoint(some), dtype="float32")
-    tower = tower_family(fields).build(fields, weights)
+    tower = tower_builder(fields)(fields, weights)
     mx.eval(tower.arrays())
     return tower
 

@@ -18,7 +18,7 @@ from mlxinfer.models import load
 from mlxinfer.models.jsonfields import Fields
 from mlxinfer.models.towers import parts
 from mlxinfer.models.towers.gemma4 import PixelNorm
-from mlxinfer.models.towers.loading import tower_family
+from mlxinfer.models.towers.loading import tower_builder
 from mlxinfer.models.towers.parts import full_attention
 
 
@@ -218,6 +218,6 @@ def test_a_conversion_for_mlx_loads(name, tmp_path):
 def test_a_tower_that_is_not_known_is_left_out(outer, inner):
     config = PICTURE_CASES["pixtral"].config
     vision = {**config["vision_config"], "model_type": inner}
-    family = tower_family(Fields({**config, "model_type": outer, "vision_config": vision}, "it"))
+    family = tower_builder(Fields({**config, "model_type": outer, "vision_config": vision}, "it"))
     assert family is None
-    assert tower_family(Fields(config, "it")) is not None
+    assert tower_builder(Fields(config, "it")) is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from live_server import CHAT, LiveServer, chat, long_chat
 
-from mlxinfer.server.awake import Awake
+from mlxinfer.server.service import Awake
 from tests.waiting import wait_until
 
 STAND_IN = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text('1'); time.sleep(600)"

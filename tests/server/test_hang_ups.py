@@ -17,7 +17,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
 from mlxinfer.fair import Tenant
 from mlxinfer.server.admission import MAX_RETRY_S, MIN_RETRY_S, Admission, WaitingCall
-from mlxinfer.server.slots import read_defaults
+from mlxinfer.session.model_params import read_sampling
 from tests.waiting import wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -207,8 +207,8 @@ def test_waiting_requests_and_tokens_stay_within_bounds(
 @pytest.mark.parametrize(
     ("given_values", "expected"),
     [
-        (None, {"temperature": 1.0}),
-        ({}, {"temperature": 1.0}),
+        (None, {}),
+        ({}, {}),
         (
             {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
             {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
@@ -224,6 +224,5 @@ def test_defaults_are_the_models_own(
 ) -> None:
     if given_values is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(given_values))
-    assert read_defaults(tmp_path) == SamplingParams(
-        **{"max_tokens": None, "temperature": 1.0, **expected}
-    )
+    assert read_sampling(tmp_path) == expected
+    SamplingParams(**expected)

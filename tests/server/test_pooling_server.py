@@ -18,8 +18,8 @@ from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
 from mlxinfer.outputs import ranked
 from mlxinfer.server.slots import ServedModel
+from mlxinfer.session.inputs import EmbedInput, ScoreInput
 from mlxinfer.session.options import EngineOptions
-from mlxinfer.session.pooling_inputs import EmbedInput, ScoreInput
 from mlxinfer.session.pooling_session import PoolingSession
 from mlxinfer.text import Tokenizer
 

@@ -17,8 +17,7 @@ from mlxinfer import hub
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
 from mlxinfer.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from mlxinfer.outputs import Result, Timing
-from mlxinfer.session.answers import Answer, Answers, AnswerStep
-from mlxinfer.session.mailbox import Mailbox
+from mlxinfer.session.answers import Answer, Answers, AnswerStep, Mailbox
 from mlxinfer.session.prompt_scores import PromptScores
 from mlxinfer.text import TextStream, Tokenizer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxinfer.text import ChatTemplate
-from mlxinfer.text.probe import TemplateFacts, probe
+from mlxinfer.text.samples import TemplateFacts, probe
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 # They cannot be rendered without tools, in transformers neither: models have a second template.

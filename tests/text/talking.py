@@ -63,7 +63,7 @@ def rendered(tokenizer: Tokenizer, messages, tools, **kwargs) -> str:
     """The prompt of messages in the forms that the template takes."""
     chosen, format = tokenizer.template, detect_tools(tokenizer)
     if tools and not chosen.reads("tools"):
-        messages, tools = generic_messages(chosen, messages, tools), None
+        messages, tools = generic_messages(messages, tools), None
     facts = facts_of(chosen)
     chat = facts.forms.apply(
         messages, lambda calls: format.write([WrittenCall.of(call) for call in calls])

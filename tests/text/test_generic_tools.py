@@ -4,11 +4,10 @@ import json
 
 import pytest
 from test_tools_chat import HI, TOOLS, conversation
-from text_data import tokenizer_with
 from tool_samples import TOOLS as MORE
 
 from mlxinfer.outputs import joined_calls
-from mlxinfer.text import ChatTemplate, generic_messages, has_calls
+from mlxinfer.text import ChatTemplate, facts_of, generic_messages, has_calls
 from mlxinfer.text.tools import GENERIC, Toolbox, ToolParser
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -28,7 +27,8 @@ LONG = [
 @pytest.mark.parametrize("source", [PLAIN, TURNS, SILENT])
 def test_every_template_writes_tools_calls_and_results(source):
     template = ChatTemplate(source)
-    text = template.render(generic_messages(template, LONG, TOOLS))
+    chat = facts_of(template).forms.apply(generic_messages(LONG, TOOLS), GENERIC.write)
+    text = template.render(chat)
     for tool in TOOLS:
         assert json.dumps(tool["function"], ensure_ascii=False) in text
     assert text.index("get_weather") < text.index("Let me see.")
@@ -38,23 +38,21 @@ def test_every_template_writes_tools_calls_and_results(source):
 
 
 def test_a_system_message_keeps_its_text():
-    template = ChatTemplate(PLAIN)
     system = {"role": "system", "content": "Be brief."}
-    first, *rest = generic_messages(template, [system, *HI], TOOLS)
+    first, *rest = generic_messages([system, *HI], TOOLS)
     assert first["content"].startswith("Be brief.\n\n# Tools")
     assert rest == HI
 
 
 def test_what_has_no_tools_stays_as_it_is():
-    template = ChatTemplate(TURNS)
     chat = [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    assert generic_messages(template, chat, None) == chat
+    assert generic_messages(chat, None) == chat
     assert not has_calls(chat)
     assert has_calls(LONG)
 
 
 def test_calls_in_the_generic_form_are_found():
-    shown = generic_messages(tokenizer_with(PLAIN).template, LONG, None)[1]["content"]
+    shown = generic_messages(LONG, None)[1]["content"]
     parser = ToolParser(GENERIC, Toolbox.of(MORE))
     parts = [*parser.push(shown), *parser.finish()]
     assert parts[0].text.strip() == "Let me see."

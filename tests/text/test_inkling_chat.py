@@ -4,7 +4,7 @@ import pytest
 from talking import CALLS, SAID, THOUGHT, TOOLS, read, tokenizer_of, written_turn
 
 from mlxinfer.text import ChatTemplate, ToolUse, detect_reasoning, detect_tools
-from mlxinfer.text.probe import probe
+from mlxinfer.text.samples import probe
 from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
 from mlxinfer.text.tools.use import AnswerGrammar
 

@@ -7,7 +7,7 @@ from talking import CALLS, SAID, THOUGHT, TOOLS, read, tokenizer_of, written_tur
 from text_data import DATA
 
 from mlxinfer.text import ChatTemplate
-from mlxinfer.text.probe import probe
+from mlxinfer.text.samples import probe
 from mlxinfer.text.tokenizer_files import OWN_TEMPLATES, read_tokenizer_files
 
 KINDS = ("deepseek_v32", "deepseek_v4")

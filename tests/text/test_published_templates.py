@@ -18,7 +18,7 @@ from talking import read, tokenizer_of, turns_of, written_turn
 from mlxinfer.errors import TemplateError
 from mlxinfer.text import ChatTemplate, WrittenCall
 from mlxinfer.text.environment import to_json
-from mlxinfer.text.probe import TemplateFacts, probe
+from mlxinfer.text.samples import TemplateFacts, probe
 from mlxinfer.text.template import with_text_arguments
 from mlxinfer.text.thinking import EFFORTS, OFF
 from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
@@ -100,7 +100,7 @@ def words_of(messages, *, system):
 def rendered(chosen: ChatTemplate, facts: TemplateFacts, messages, **kwargs) -> str:
     tools = TOOLS if any(m.get("tool_calls") for m in messages) else None
     if tools and not chosen.reads("tools"):
-        messages, tools = generic_messages(chosen, messages, tools), None
+        messages, tools = generic_messages(messages, tools), None
     chat = facts.forms.apply(
         messages, lambda calls: GENERIC.write([WrittenCall.of(call) for call in calls])
     )

@@ -34,7 +34,7 @@ def test_a_hostile_template_is_stopped(source, monkeypatch):
         with pytest.raises(TemplateError, match="was stopped"):
             encode_chat(tokenizer, HI)
     fine = ChatTemplate("{{ messages[0].content }}")
-    assert samples_of(fine)["system"] == samples.SYSTEM, "others go on"
+    assert samples_of(fine)["plain"] == "Begin.", "others go on"
 
 
 @pytest.mark.parametrize("name", ["chatml_tools", "brackets", "channels", "turns", "filters"])

@@ -81,7 +81,6 @@ class ArchitectureFields:
         return count
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; an array of the same one for each layer counts."""
         name = self.name(key)
         value = self.all.get(name)
         if isinstance(value, np.ndarray):
@@ -96,12 +95,10 @@ class ArchitectureFields:
         )
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """A positive number, or the default."""
         name = self.name(key)
         return self.all.number(name, above=0.0, default=default)
 
     def count(self, key: str) -> int:
-        """A number that may be 0, and is 0 where the file does not state it."""
         return self.all.integer(self.name(key), low=0, default=0)
 
     def by_layer(self, key: str, num_layers: int) -> list[int]:
@@ -143,7 +140,6 @@ class ArchitectureFields:
             )
 
     def check_default(self, key: str, *values: float | str) -> None:
-        """As `expect`, unless the family has read the field."""
         if key not in self._read:
             self.expect(key, *values)
 
@@ -172,7 +168,6 @@ class ArchitectureFields:
 
 
 def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
-    """Raise UnsupportedModelError where a head is turned in part."""
     dims = facts.integer("rope.dimension_count", head_dim)
     if dims != head_dim:
         raise UnsupportedModelError(
@@ -183,11 +178,7 @@ def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
 def rope_scaling(
     facts: ArchitectureFields, factors: Mapping[str, Array], head_dim: int
 ) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; `factors` are tensors that stand for it.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: a kind that is not known.
-    """
+    """`rope_scaling` of config.json; `factors` are tensors that stand for it."""
     if (long := factors.get(LONG_FACTORS)) is not None:
         short = factors.get(SHORT_FACTORS, long)
         return {

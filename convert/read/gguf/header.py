@@ -71,10 +71,6 @@ def parse_header(
     Args:
         tell: is called with the number of keys that are read, of how many; a vocabulary is a key,
             and takes nearly all of the time.
-
-    Raises:
-        CheckpointError: a header that is broken, or tensors that are not in the file.
-        UnsupportedModelError: a version or a tensor type that is not known.
     """
     cursor = _Cursor(data, label)
     _check_start(cursor, label)
@@ -185,7 +181,6 @@ class _Cursor:
         self.beat: Callable[[], None] = lambda: None  # says that reading goes on
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes."""
         end = self.position + count
         if end > min(self.file_bytes, MAX_HEADER_BYTES):
             raise self.fail(

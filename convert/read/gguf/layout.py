@@ -56,7 +56,6 @@ _LESS_ONE = {  # how the names of norms end that include the one which layers ad
 def layout_of(
     architecture: str, name: str, shape: tuple[int, ...], config: Mapping[str, Any]
 ) -> TensorLayout:
-    """The layout of a tensor."""
     if architecture in _MAMBA:
         return _mamba(name, shape)
     if name.endswith(_LESS_ONE.get(architecture, "\n")):

@@ -116,9 +116,6 @@ def values_of(kind: str, label: str) -> Callable[[Array], Array]:
     """The function that makes rows of values (..., in_dims) float32 of rows of a format's bytes.
 
     It takes 16 rows at a time, so rows of single blocks are slow.
-
-    Raises:
-        UnsupportedModelError: a format that is not read.
     """
     if kind not in _VALUES:
         read = ", ".join([*AFFINE, "MXFP4", *sorted(_VALUES)])
@@ -193,12 +190,6 @@ _TABLE = ".tid2eid"  # of the experts of each token
 
 
 def reader_of(place: GGUFTensor) -> TensorReader:
-    """The reader for the type of a tensor.
-
-    Raises:
-        CheckpointError: rows that cannot be put in order.
-        UnsupportedModelError: a type that is not read.
-    """
     kind = place.block.name
     if kind in FLOATS:
         return _floats(place)
@@ -232,7 +223,6 @@ def constant(name: str, values: Array) -> TensorReader:
 
 
 def _floats(place: GGUFTensor) -> TensorReader:
-    """As stored, or changed in float32."""
     kind, change = place.block.name, place.layout.change
 
     def values(rows: slice) -> mx.array:

@@ -66,11 +66,6 @@ def open_gguf(
         side_files: tokenizer and templates from elsewhere, instead of those in the file.
         progress: called while the header is read.
         mmproj: the file of the tower, in place of that beside the file.
-
-    Raises:
-        CheckpointError: a broken file, or parts that do not go together.
-        ModelNotFoundError: a part is missing.
-        UnsupportedModelError: an architecture, tensor type or tokenizer that is not known.
     """
     model = GGUFModel.at(path, mmproj)
     label, parts = str(path), model.parts
@@ -183,7 +178,6 @@ def _entries(headers: Mapping[Path, GGUFHeader], label: str) -> dict[str, Entry]
 
 
 def _stored(path: Path, entry: TensorEntry, data_start: int) -> StoredArray:
-    """Floats as such; blocks as rows of bytes."""
     block, shape = entry.type, entry.shape
     dtype = block.name if block.name in FLOATS else "U8"
     if dtype == "U8":
@@ -332,10 +326,6 @@ def make_config(
     Args:
         shapes: of the tensors, by the names of transformers.
         factors: the tensors that stand for fields (frequencies, scales), float32.
-
-    Raises:
-        CheckpointError: a key is missing or out of range.
-        UnsupportedModelError: a feature that the family has not here.
     """
     facts = ArchitectureFields(metadata, label)
     family = FAMILIES[facts.architecture]

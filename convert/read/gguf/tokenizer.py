@@ -231,11 +231,6 @@ Merges = list[tuple[str, str]]
 
 
 def pretokenizer_of(fields: Fields) -> Pretokenizer:
-    """How texts are cut into words.
-
-    Raises:
-        UnsupportedModelError: the file does not say, or says what is not known.
-    """
     name = fields.text("tokenizer.ggml.pre", default="")
     if not name:
         warnings.warn(
@@ -282,7 +277,6 @@ def _merges(fields: Fields, tokens: list[str]) -> Merges:
 
 
 def _sentence_pieces(fields: Fields, tokens: list[str]) -> tuple[tokenizers.Tokenizer, Merges]:
-    """As `_byte_level`."""
     merged = _kind(fields) == GEMMA4
     unknown = token_of(fields, "unknown", tokens)
     named: Json = {} if unknown is None else {"unk_token": unknown}
@@ -341,7 +335,6 @@ def merges_from_scores(tokens: list[str], scores: NDArray[np.floating]) -> Merge
 
 
 def token_id(fields: Fields, name: str, tokens: list[str]) -> int | None:
-    """The id that the file gives a role ("bos"); None where it does not."""
     key = f"tokenizer.ggml.{name}_token_id"
     if fields.get(key) is None:
         return None
@@ -372,12 +365,7 @@ _ENDS = ("eos", "eot", "eom")
 
 
 def check_tokenizer(metadata: Mapping[str, Any], label: str) -> bool:
-    """Whether there is a tokenizer; refused here, before anything is converted, if it is not known.
-
-    Raises:
-        CheckpointError: lists that do not go together.
-        UnsupportedModelError: another kind of tokenizer.
-    """
+    """Whether there is a tokenizer. One of an unknown kind is refused, before any work."""
     fields = Fields(metadata, label)
     kind = _kind(fields)
     if kind in ("none", "no_vocab"):
@@ -400,12 +388,7 @@ def _kind(fields: Fields) -> str:
 
 
 def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]:
-    """tokenizer.json, tokenizer_config.json and generation_config.json.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: as check_tokenizer(); and for merges of what are no
-            tokens.
-    """
+    """tokenizer.json, tokenizer_config.json and generation_config.json."""
     fields = Fields(metadata, label)
     tokens, kinds = _lists(fields)
     return {

@@ -69,12 +69,7 @@ class Tower:
 def read_tower(
     metadata: Mapping[str, Any], entries: Mapping[str, Entry], text: ArchitectureFields, label: str
 ) -> Tower:
-    """The tower of a file with this metadata and these tensors, for a text.
-
-    Raises:
-        CheckpointError: a field or a tensor is missing.
-        UnsupportedModelError: the tower is of another text, or is not known.
-    """
+    """The tower of a file with this metadata and these tensors, for a text."""
     facts = ArchitectureFields(metadata, label)
     kind, model_type = _kind(facts, text)
     entries = _unswapped(entries)

@@ -59,11 +59,7 @@ def pooling_files(facts: ArchitectureFields, entries: Mapping[str, Entry]) -> di
 
 
 def scoring(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """The fields of config.json for a reranker's classification head; empty without one.
-
-    Raises:
-        UnsupportedModelError: a way to pool that is not known, or a part of the head is missing.
-    """
+    """The fields of config.json for a reranker's classification head; empty without one."""
     kind, labels = facts.count("pooling_type"), facts.name("classifier.output_labels")
     head = next((name for name in _SCORERS if name in shapes), None)
     if kind and kind not in (*_MODES, _RANK):

@@ -30,11 +30,7 @@ _POWERS = ("F8_E8M0", "U8")  # exponents, biased by 127
 
 
 def read_block(config: Fields, key: str) -> tuple[int, int]:
-    """The size of blocks as a config states it.
-
-    Raises:
-        CheckpointError: no pair of positive integers.
-    """
+    """The size of blocks as a config states it."""
     block = config.items(key)
     if block is None:
         return BLOCK
@@ -51,7 +47,6 @@ class FP8:
     powers: bool = False  # whether float scales are said to be powers of two
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
-        """The matrix of a module with eight-bit floats as weights."""
         weight = leaves.get("weight")
         if weight is None or not weight.dtype.startswith("F8_E"):
             return

@@ -83,12 +83,7 @@ def in_layer(path: str) -> str:
 
 
 def find_file(folder: Path) -> tuple[Path, Fields]:
-    """The tensors of an adapter and its config.
-
-    Raises:
-        AdapterNotFoundError: there is no adapter.
-        CheckpointError: it is a pickle, or the config is broken.
-    """
+    """The tensors of an adapter and its config."""
     if not os.path.isdir(folder):  # unlike `is_dir` not an error where a path is too long
         raise AdapterNotFoundError(
             f"There is no folder {str(folder)[:200]!r}; an adapter is a folder with {CONFIG} and "
@@ -111,11 +106,7 @@ def find_file(folder: Path) -> tuple[Path, Fields]:
 
 
 def adapter_identity(file: Path) -> str:
-    """A name for the contents of an adapter's two files.
-
-    Raises:
-        CheckpointError: one cannot be read.
-    """
+    """A name for the contents of an adapter's two files."""
     try:
         digests = hash_files([file.parent / CONFIG, file])
     except OSError as error:
@@ -124,11 +115,7 @@ def adapter_identity(file: Path) -> str:
 
 
 def checked_headers(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of the file, all of them floats.
-
-    Raises:
-        CheckpointError: it is broken, or holds something else.
-    """
+    """The tensors of the file, all of them floats."""
     headers = read_header(file)
     if not headers:
         raise CheckpointError(f"{file} has no tensors.")
@@ -164,12 +151,7 @@ _LEAVES = {"lora_a": "a", "lora_b": "b", "m": "magnitude"}
 
 
 def read_mlx_lm(file: Path, config: Fields) -> AdapterFolder:
-    """The adapter of a folder.
-
-    Raises:
-        CheckpointError: config and file disagree, or one is broken.
-        UnsupportedModelError: it is no adapter of low rank.
-    """
+    """The adapter of a folder."""
     kind = _kind(config)
     stated = config.fields("lora_parameters")
     if stated is None:

@@ -32,13 +32,7 @@ _BLOCK = 256  # inputs by which a matrix is read off its product
 
 
 def read_adapter(folder: str | Path) -> AdapterFolder:
-    """Read an adapter's config and headers, in PEFT's layout or mlx-lm's. Reads no matrices.
-
-    Raises:
-        AdapterNotFoundError: there is none.
-        CheckpointError: a file is broken, disagrees with the config, or is a pickle.
-        UnsupportedModelError: a kind of adapter that is not supported.
-    """
+    """Read an adapter's config and headers, in PEFT's layout or mlx-lm's. Reads no matrices."""
     file, config = find_file(Path(folder).expanduser())
     reader = read_peft if is_peft(file, config) else read_mlx_lm
     return reader(file, config)
@@ -113,10 +107,6 @@ class ModelAdapters:
         number is to be removed. All ranks that have a part of each layer do the same pieces at the
         same time: lengths of DoRA are sums over them. The file is open from this call on, so it may
         be deleted; the call itself needs no MLX.
-
-        Raises:
-            CheckpointError: the file is gone, or another one by now; between pieces, it became
-                shorter, or has NaN or infinity.
         """
         tensors = file_tensors(adapter.file)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}

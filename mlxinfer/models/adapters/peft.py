@@ -54,12 +54,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisatio
 
 
 def read_peft(file: Path, config: Fields) -> AdapterFolder:
-    """The adapter of a folder.
-
-    Raises:
-        CheckpointError: config and file disagree, or one is broken.
-        UnsupportedModelError: a kind of adapter, or a feature, that is not supported.
-    """
+    """The adapter of a folder."""
     check_supported(config)
     headers = checked_headers(file)
     tensors: dict[str, dict[str, str]] = {}

@@ -62,13 +62,7 @@ class Targets:
         return tuple(self._spots)
 
     def placements(self, adapter: AdapterFolder) -> list[Placement]:
-        """Where all matrices of an adapter go, shapes checked.
-
-        Raises:
-            CheckpointError: a module that the model does not have, matrices of another shape, or
-                a module of the model that the adapter should change and does not.
-            UnsupportedModelError: a module of a projection that cannot have an adapter.
-        """
+        """Where all matrices of an adapter go, shapes checked."""
         placed: list[Placement] = []
         named: set[str] = set()
         for module in adapter.modules:

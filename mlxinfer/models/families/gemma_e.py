@@ -71,9 +71,6 @@ def sources(config: ModelConfig) -> list[int | None]:
     """For each layer, the earlier layer whose keys and values it reads; None: it has its own.
 
     The last `num_kv_shared_layers` read those of the last layer before them that has their window.
-
-    Raises:
-        CheckpointError: there is no such layer.
     """
     count = config.fields.integer("num_kv_shared_layers", low=0)
     num_own = max(config.num_layers - count, 0)

@@ -32,9 +32,6 @@ class MambaDims:
 
         Args:
             width: of all heads together; None: that follows from the heads.
-
-        Raises:
-            CheckpointError: the sizes disagree.
         """
         heads = fields.integer("mamba_n_heads", high=2**14)
         groups = fields.integer("mamba_n_groups", high=2**14)

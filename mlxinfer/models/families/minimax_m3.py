@@ -103,11 +103,7 @@ class MiniMaxM3(MiniMaxM2):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The config in the spelling of transformers 5.
-
-        Raises:
-            UnsupportedModelError: a setting that would change the answers.
-        """
+        """The config in the spelling of transformers 5."""
         index = config.fields("sparse_attention_config") or Fields({}, config.where)
         index.require(_KNOWN)
         config.require(_KNOWN)

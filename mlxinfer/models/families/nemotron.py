@@ -259,9 +259,6 @@ def _blocks(config: Fields, front: str = "", default: str | None = None) -> str:
 
     Args:
         default: where none of them is there; None: one must be.
-
-    Raises:
-        CheckpointError: neither of the keys lists them.
     """
     listed = config.items(f"{front}layers_block_type", f"{front}layer_types")
     pattern = config.get(f"{front}hybrid_override_pattern") or default

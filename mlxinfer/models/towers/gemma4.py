@@ -20,6 +20,7 @@ from ...layers.mlp import MLP, gated
 from ...layers.norm import LayerNorm, Norm, RMSNorm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
+from . import Features
 from .parts import (
     PatchAttention,
     PatchBlock,
@@ -37,7 +38,6 @@ from .parts import (
     turn_by,
     vision_config,
 )
-from .tower import Features
 
 _DEFAULTS = {
     "hidden_size": 768,
@@ -120,49 +120,43 @@ class Gemma4Project:
         return Features(self.proj(self.norm(pooled.astype(x.dtype))))
 
 
-class Gemma4Tower:
-    """Builds the towers of E2B, E4B, 26B-A4B and 31B."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        vision = vision_config(config)
-        sizes = TowerSizes.of(vision, _DEFAULTS)
-        places = vision.integer("position_embedding_size", high=2**20, default=10_240)
-        table = weights.take(
-            "vision.patch_embedder.position_embedding_table", (2, places, sizes.hidden)
-        )
-        path, row = "vision.patch_embedder.input_proj", 3 * _patch_size(vision) ** 2
-        embed = Gemma4Embed(
-            linear(weights, path, sizes.hidden, row),
-            table,
-            frequencies(rope_theta(vision, 100.0), sizes.head_dim // 2),
-        )
-        limited = vision.boolean("use_clipped_linears", default=False)
-        blocks = [_block(weights, i, sizes, limited=limited) for i in range(sizes.depth)]
-        project = _project(config, vision, weights, sizes)
-        return PatchTower(embed, blocks, project, width=text_width(config))
+def gemma4_tower(config: Fields, weights: Weights) -> PatchTower:
+    """The towers of E2B, E4B, 26B-A4B and 31B."""
+    vision = vision_config(config)
+    sizes = TowerSizes.of(vision, _DEFAULTS)
+    places = vision.integer("position_embedding_size", high=2**20, default=10_240)
+    table = weights.take(
+        "vision.patch_embedder.position_embedding_table", (2, places, sizes.hidden)
+    )
+    path, row = "vision.patch_embedder.input_proj", 3 * _patch_size(vision) ** 2
+    embed = Gemma4Embed(
+        linear(weights, path, sizes.hidden, row),
+        table,
+        frequencies(rope_theta(vision, 100.0), sizes.head_dim // 2),
+    )
+    limited = vision.boolean("use_clipped_linears", default=False)
+    blocks = [_block(weights, i, sizes, limited=limited) for i in range(sizes.depth)]
+    project = _project(config, vision, weights, sizes)
+    return PatchTower(embed, blocks, project, width=text_width(config))
 
 
-class Gemma4UnifiedTower:
-    """Builds what the 12B model has: norms and a projection of squares of 48 pixels."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        vision = vision_config(config)
-        hidden = vision.integer("mm_embed_dim", high=2**16, default=3840)
-        row = 3 * (_patch_size(vision) * _pooled(vision)) ** 2
-        places = vision.integer("mm_posemb_size", high=2**20, default=1120)
-        embed = UnifiedEmbed(
-            linear(weights, "vision.patch_dense", hidden, row),
-            weights.take("vision.pos_embedding", (places, 2, hidden)),
-            norms=[
-                PixelNorm(layer_norm(weights, "vision.patch_ln1", row, _NORM_EPS)),
-                layer_norm(weights, "vision.patch_ln2", hidden, _NORM_EPS),
-                layer_norm(weights, "vision.pos_norm", hidden, _NORM_EPS),
-            ],
-        )
-        project = Projected(_projection(config, vision, weights, hidden))
-        return PatchTower(embed, [], project, width=text_width(config))
+def gemma4_unified_tower(config: Fields, weights: Weights) -> PatchTower:
+    """What the 12B model has: norms and a projection of squares of 48 pixels."""
+    vision = vision_config(config)
+    hidden = vision.integer("mm_embed_dim", high=2**16, default=3840)
+    row = 3 * (_patch_size(vision) * _pooled(vision)) ** 2
+    places = vision.integer("mm_posemb_size", high=2**20, default=1120)
+    embed = UnifiedEmbed(
+        linear(weights, "vision.patch_dense", hidden, row),
+        weights.take("vision.pos_embedding", (places, 2, hidden)),
+        norms=[
+            PixelNorm(layer_norm(weights, "vision.patch_ln1", row, _NORM_EPS)),
+            layer_norm(weights, "vision.patch_ln2", hidden, _NORM_EPS),
+            layer_norm(weights, "vision.pos_norm", hidden, _NORM_EPS),
+        ],
+    )
+    project = Projected(_projection(config, vision, weights, hidden))
+    return PatchTower(embed, [], project, width=text_width(config))
 
 
 @dataclass(slots=True, eq=False)

@@ -28,7 +28,9 @@ from .parts import (
     frequencies,
     layer_norm,
     linear,
+    nearness,
     plain_mlp,
+    resampled,
     rope_theta,
     rows_and_columns,
     text_width,
@@ -92,27 +94,20 @@ class InklingEmbed:
         """(1 + P, hidden), the class token first."""
         _, rows, columns = tile.grid
         x = self.proj(patches.astype(self.first.dtype))
-        x = x + self._places(rows, columns).reshape(x.shape).astype(x.dtype)
+        side = len(self.places)
+        places = resampled(self.places, _centred(side, rows), _centred(side, columns))
+        x = x + places.reshape(x.shape).astype(x.dtype)
         at = np.concatenate([[[0, 0]], rows_and_columns(tile.grid) + 1])  # (1 + P, 2)
         angles = np.concatenate(
             [at[:, 1:] * self.frequencies, at[:, :1] * self.frequencies], axis=-1
         )
         return self.norm(mx.concatenate([self.first, x])), turn_by(angles[:, None])
 
-    def _places(self, rows: int, columns: int) -> mx.array:
-        """(rows, columns, hidden) float32."""
-        side, _, hidden = self.places.shape
-        down, across = (mx.array(centred(side, count)) for count in (rows, columns))
-        table = self.places.astype(mx.float32).reshape(side, -1)
-        return across @ (down @ table).reshape(rows, side, hidden)
 
-
-def centred(places: int, count: int) -> NDArray[np.float32]:
+def _centred(places: int, count: int) -> np.ndarray:
     """(count, places) weights of places for points that are the middles of equal parts."""
     at = (np.arange(count, dtype=np.float32) + np.float32(0.5)) * np.float32(places / count)
-    at = (at - np.float32(0.5)).clip(0, places - 1)
-    weights = 1 - np.abs(at[:, None] - np.arange(places, dtype=np.float32))
-    return np.asarray(weights.clip(min=0), np.float32)
+    return nearness((at - np.float32(0.5)).clip(0, places - 1), places)
 
 
 def without_first(x: mx.array) -> mx.array:
@@ -120,22 +115,19 @@ def without_first(x: mx.array) -> mx.array:
     return x[1:]
 
 
-class InklingTower:
-    """Builds the tower of Inkling 2 Mini."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        vision, width = vision_config(config), text_width(config)
-        sizes = TowerSizes.of(vision, _DEFAULTS)
-        side = vision.integer("spatial_merge_size", "adapter_merge_size", high=64, default=2)
-        inner = vision.integer("projection_hidden_dim", high=2**20, default=4096)
-        names = MODULES if f"{MODULES.norm}.weight" in weights else PUBLISHED
-        dims = side * side * sizes.hidden, inner, width
-        mlp = plain_mlp(weights, names.projections, dims, sizes.activation)
-        paths = [f"{names.body}.layers.{i}" for i in range(sizes.depth)]
-        blocks = [_block(weights, path, sizes, names) for path in paths]
-        embed = _embed(vision, weights, sizes, names)
-        return PatchTower(embed, blocks, Projected([without_first], side, [mlp]), width=width)
+def inkling_tower(config: Fields, weights: Weights) -> PatchTower:
+    """The tower of Inkling 2 Mini."""
+    vision, width = vision_config(config), text_width(config)
+    sizes = TowerSizes.of(vision, _DEFAULTS)
+    side = vision.integer("spatial_merge_size", "adapter_merge_size", high=64, default=2)
+    inner = vision.integer("projection_hidden_dim", high=2**20, default=4096)
+    names = MODULES if f"{MODULES.norm}.weight" in weights else PUBLISHED
+    dims = side * side * sizes.hidden, inner, width
+    mlp = plain_mlp(weights, names.projections, dims, sizes.activation)
+    paths = [f"{names.body}.layers.{i}" for i in range(sizes.depth)]
+    blocks = [_block(weights, path, sizes, names) for path in paths]
+    embed = _embed(vision, weights, sizes, names)
+    return PatchTower(embed, blocks, Projected([without_first], side, [mlp]), width=width)
 
 
 def _embed(vision: Fields, weights: Weights, sizes: TowerSizes, names: TowerNames) -> InklingEmbed:

@@ -4,10 +4,9 @@ A tower's module is imported when it is used. A checkpoint without the tensors o
 a conversion of the text alone, has none, whatever its config says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
 
 from ...errors import CheckpointError
 from ..decoder import Model
@@ -16,24 +15,24 @@ from ..weights.files import read_headers
 from ..weights.source import Checkpoint
 from ..weights.tensors import FLOATS, Tensor
 from ..weights.weights import Watch, Weights
-from .tower import Tower
+from . import Tower
 
-TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module here, class
-    "gemma3": ("siglip", "Gemma3Tower"),
-    "gemma4": ("gemma4", "Gemma4Tower"),
-    "gemma4_unified": ("gemma4", "Gemma4UnifiedTower"),
-    "inkling2_loop": ("inkling", "InklingTower"),
-    "lfm2_vl": ("siglip", "Lfm2Tower"),
-    "lfm2-vl": ("siglip", "Lfm2Tower"),
-    "mistral3": ("pixtral", "Mistral3Tower"),
-    "pixtral": ("pixtral", "PixtralTower"),
-    "qwen2_vl": ("qwen", "Qwen2VLTower"),
-    "qwen2_5_vl": ("qwen", "Qwen2_5VLTower"),
-    "qwen3_vl": ("qwen", "Qwen3VLTower"),
-    "qwen3_vl_moe": ("qwen", "Qwen3VLTower"),
-    "qwen3_5": ("qwen", "Qwen3_5Tower"),
-    "qwen3_5_moe": ("qwen", "Qwen3_5Tower"),
-    "prism_hadamard_qwen35": ("qwen", "Qwen3_5Tower"),
+TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module here, function
+    "gemma3": ("siglip", "gemma3_tower"),
+    "gemma4": ("gemma4", "gemma4_tower"),
+    "gemma4_unified": ("gemma4", "gemma4_unified_tower"),
+    "inkling2_loop": ("inkling", "inkling_tower"),
+    "lfm2_vl": ("siglip", "lfm2_tower"),
+    "lfm2-vl": ("siglip", "lfm2_tower"),
+    "mistral3": ("pixtral", "mistral3_tower"),
+    "pixtral": ("pixtral", "pixtral_tower"),
+    "qwen2_vl": ("qwen", "qwen2_vl_tower"),
+    "qwen2_5_vl": ("qwen", "qwen2_5_vl_tower"),
+    "qwen3_vl": ("qwen", "qwen3_vl_tower"),
+    "qwen3_vl_moe": ("qwen", "qwen3_vl_tower"),
+    "qwen3_5": ("qwen", "qwen3_5_tower"),
+    "qwen3_5_moe": ("qwen", "qwen3_5_tower"),
+    "prism_hadamard_qwen35": ("qwen", "qwen3_5_tower"),
 }
 _PARTS = {  # what a tensor's name begins with, without "model." -> what it begins with here
     "visual.": "vision.",
@@ -50,20 +49,9 @@ _PARTS = {  # what a tensor's name begins with, without "model." -> what it begi
 }
 
 
-class TowerFamily(Protocol):
-    """Builds the towers of one architecture: a class of a module in this package."""
-
-    def build(self, config: Fields, weights: Weights) -> Tower:
-        """The tower, not yet evaluated.
-
-        Args:
-            config: the whole of config.json, with `vision_config` and `text_config`.
-            weights: the tensors of the tower, by the names that `tower_name` gives.
-
-        Raises:
-            CheckpointError: a tensor is missing or misshapen, or the config makes no sense.
-        """
-        ...
+# Builds the tower of an architecture, not yet evaluated, from the whole of config.json and from its
+# tensors by the names that `tower_name` gives. Raises CheckpointError where they do not fit.
+TowerBuilder = Callable[[Fields, Weights], Tower]
 
 
 def tower_name(name: str) -> str | None:
@@ -78,7 +66,7 @@ def tower_name(name: str) -> str | None:
     return None
 
 
-def tower_family(config: Fields) -> TowerFamily | None:
+def tower_builder(config: Fields) -> TowerBuilder | None:
     """Return the function that builds the tower of config.json; None: there is no tower."""
     vision = config.fields("vision_config")
     if vision is None:
@@ -89,12 +77,12 @@ def tower_family(config: Fields) -> TowerFamily | None:
     module, name = TOWERS.get(kind, ("", ""))
     if not module:
         return None
-    family: TowerFamily = getattr(import_module(f".{module}", __package__), name)
-    return family
+    builder: TowerBuilder = getattr(import_module(f".{module}", __package__), name)
+    return builder
 
 
 def tower_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if tower_family(_whole(folder)) is None:
+    if tower_builder(_whole(folder)) is None:
         return {}
     return {name: tensor for name, tensor in tensors.items() if tower_name(name) is not None}
 
@@ -109,7 +97,7 @@ def tower_bytes(folder: Path) -> int:
     Raises:
         CheckpointError, ModelNotFoundError: see `read_headers`.
     """
-    if tower_family(_whole(folder)) is None:
+    if tower_builder(_whole(folder)) is None:
         return 0
     return sum(
         info.end - info.start
@@ -131,13 +119,10 @@ def load_tower(
 
     Returns:
         None: the checkpoint has no tower that is known here.
-
-    Raises:
-        CheckpointError: tensors are missing, misshapen or left over, or the config makes no sense.
     """
     config = _whole(folder)
-    family = tower_family(config)
-    if family is None or not tensors:
+    build = tower_builder(config)
+    if build is None or not tensors:
         return None
     weights = Weights(
         Checkpoint(tensors, tower_name),
@@ -146,7 +131,7 @@ def load_tower(
         watch=watch,
     )
     try:
-        tower = family.build(config, weights)
+        tower = build(config, weights)
         weights.finish()
     except CheckpointError as error:
         raise CheckpointError(f"The part that sees pictures: {error}") from error

@@ -24,6 +24,7 @@ from ...layers.norm import Norm
 from ..jsonfields import Fields
 from ..language import arrays
 from ..weights.weights import Weights
+from . import Features
 from .parts import (
     MAX_SCORES,
     PatchAttention,
@@ -32,9 +33,10 @@ from .parts import (
     frequencies,
     full_attention,
     is_fused,
+    nearness,
+    resampled,
     turn_by,
 )
-from .tower import Features
 
 THETA = 10_000.0  # of rows and columns
 EPS = 1e-6  # of all norms
@@ -66,17 +68,14 @@ class PlaceTable:
 
     def __call__(self, rows: int, columns: int) -> mx.array:
         """(rows, columns, hidden) float32; corners of the square lie on corners of the frame."""
-        places, _, hidden = self.table.shape
-        across, down = (mx.array(stretched(places, count)) for count in (columns, rows))
-        table = self.table.astype(mx.float32).reshape(places, -1)
-        return across @ (down @ table).reshape(rows, places, hidden)
+        places = len(self.table)
+        return resampled(self.table, _stretched(places, rows), _stretched(places, columns))
 
 
-def stretched(places: int, count: int) -> NDArray[np.float32]:
+def _stretched(places: int, count: int) -> np.ndarray:
     """(count, places) weights of places for points from the first to the last, both included."""
     at = np.arange(count, dtype=np.float32) * np.float32(places - 1) / np.float32(max(count - 1, 1))
-    weights = 1 - np.abs(at[:, None] - np.arange(places, dtype=np.float32))
-    return np.asarray(weights.clip(min=0), np.float32)
+    return nearness(at, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +269,7 @@ def in_cells(grid: Numbers, side: int) -> Numbers:
 
 
 def seeing_config(config: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """The `vision_config` of config.json, with the defaults of its model type.
-
-    Raises:
-        CheckpointError: the text model does not say which of its pairs turn by rows and columns.
-    """
+    """The `vision_config` of config.json, with the defaults of its model type."""
     vision, text = config.fields("vision_config"), config.fields("text_config") or config
     assert vision is not None
     rope = text.fields("rope_parameters", "rope_scaling")
@@ -305,9 +300,6 @@ def merged_sizes(
         hidden, out: keys of the tower's and of the text model's hidden size.
         inner: of feed-forward blocks; None: as stated.
         window, full: see `MergedSizes`.
-
-    Raises:
-        CheckpointError: heads of another size than a multiple of 4.
     """
     patch = vision.integer("patch_size", high=256)
     return MergedSizes(

@@ -20,7 +20,7 @@ from ...metal_kernels.chips import FUSED_DIMS
 from ..jsonfields import Fields
 from ..language import arrays
 from ..weights.weights import Weights
-from .tower import Features
+from . import Features
 
 MAX_SCORES = 1 << 20  # numbers that attention keeps at once where it is not fused
 MAX_PRODUCTS = 5 * 10**10  # multiplications of attention in one piece of a pass
@@ -64,6 +64,23 @@ def rows_and_columns(grid: tuple[int, int, int]) -> np.ndarray:
     frames, rows, columns = grid
     places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1)
     return np.tile(places.reshape(-1, 2), (frames, 1))
+
+
+def resampled(table: mx.array, down: np.ndarray, across: np.ndarray) -> mx.array:
+    """A table of places (side, side, hidden) for another grid: (rows, columns, hidden) float32.
+
+    Args:
+        down: (rows, side) share of each place in each row.
+        across: (columns, side) the same of columns.
+    """
+    side, _, hidden = table.shape
+    by_row = mx.array(down) @ table.astype(mx.float32).reshape(side, -1)
+    return mx.array(across) @ by_row.reshape(len(down), side, hidden)
+
+
+def nearness(at: np.ndarray, places: int) -> np.ndarray:
+    """(points, places) float32 weights of the two places beside each point, by distance."""
+    return (1 - np.abs(at[:, None] - np.arange(places, dtype=np.float32))).clip(min=0)
 
 
 def is_fused(dim: int) -> bool:

@@ -18,6 +18,7 @@ from ...layers.mlp import MLP
 from ...layers.norm import Norm, RMSNorm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
+from . import Features
 from .parts import (
     PatchBlock,
     PatchTower,
@@ -38,7 +39,6 @@ from .parts import (
     turn_by,
     vision_config,
 )
-from .tower import Features
 
 _DEFAULTS: dict[str, Any] = {
     "hidden_size": 1024,
@@ -86,32 +86,26 @@ class Mistral3Project:
         return Features(self.mlp(self.merge(squares)))
 
 
-class PixtralTower:
-    """Builds the tower of Pixtral-12B."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        sizes = _sizes(config)
-        return _pixtral(config, weights, sizes, Projected([_mlp(config, weights, sizes)]))
+def pixtral_tower(config: Fields, weights: Weights) -> PatchTower:
+    """The tower of Pixtral-12B."""
+    sizes = _sizes(config)
+    return _pixtral(config, weights, sizes, Projected([_mlp(config, weights, sizes)]))
 
 
-class Mistral3Tower:
-    """Builds the tower of Mistral Small 3.1 and 3.2, Ministral 3 and Devstral."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        sizes = _sizes(config)
-        side = config.integer("spatial_merge_size", high=64, default=2)
-        text = config.fields("text_config") or config
-        eps = text.number("rms_norm_eps", low=0.0, high=1.0, default=1e-5)
-        merging = "projector.patch_merger.merging_layer"
-        project = Mistral3Project(
-            rms_norm(weights, "projector.norm", sizes.hidden, eps),
-            linear(weights, merging, sizes.hidden, side * side * sizes.hidden),
-            side,
-            _mlp(config, weights, sizes),
-        )
-        return _pixtral(config, weights, sizes, project)
+def mistral3_tower(config: Fields, weights: Weights) -> PatchTower:
+    """The tower of Mistral Small 3.1 and 3.2, Ministral 3 and Devstral."""
+    sizes = _sizes(config)
+    side = config.integer("spatial_merge_size", high=64, default=2)
+    text = config.fields("text_config") or config
+    eps = text.number("rms_norm_eps", low=0.0, high=1.0, default=1e-5)
+    merging = "projector.patch_merger.merging_layer"
+    project = Mistral3Project(
+        rms_norm(weights, "projector.norm", sizes.hidden, eps),
+        linear(weights, merging, sizes.hidden, side * side * sizes.hidden),
+        side,
+        _mlp(config, weights, sizes),
+    )
+    return _pixtral(config, weights, sizes, project)
 
 
 def _sizes(config: Fields) -> TowerSizes:

@@ -17,6 +17,7 @@ from ...layers.mlp import Activation
 from ...layers.norm import Norm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
+from . import Features
 from .parts import (
     PatchBlock,
     PatchTower,
@@ -28,11 +29,11 @@ from .parts import (
     linear,
     patch_conv,
     plain_mlp,
+    resampled,
     rms_norm,
     text_width,
     vision_config,
 )
-from .tower import Features
 
 _DEFAULTS = {
     "hidden_size": 768,
@@ -67,11 +68,9 @@ def resized(table: mx.array, rows: int, columns: int) -> mx.array:
 
     Bilinear, with antialiasing where the grid is smaller, corners not aligned; in float32.
     """
-    side, _, hidden = table.shape
-    by_row = mx.array(_weights(side, rows)) @ table.astype(mx.float32).reshape(side, -1)
-    by_row = by_row.reshape(rows, side, hidden)
-    resampled = mx.array(_weights(side, columns)) @ by_row  # (rows, columns, hidden)
-    return resampled.reshape(-1, hidden).astype(table.dtype)
+    side = len(table)
+    whole = resampled(table, _weights(side, rows), _weights(side, columns))
+    return whole.flatten(0, 1).astype(table.dtype)
 
 
 def _weights(side: int, count: int) -> np.ndarray:
@@ -99,58 +98,52 @@ class Gemma3Project:
         return Features(self.proj(self.norm(mx.mean(x, axis=(1, 3)).flatten(0, 1))))
 
 
-class Gemma3Tower:
-    """Builds SigLIP with Gemma 3's projector."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        vision = vision_config(config)
-        sizes = TowerSizes.of(vision, _DEFAULTS)
-        pixels = vision.integer("patch_size", high=256, default=16)
-        side = vision.integer("image_size", high=2**14, default=224) // pixels
-        tokens = round(config.integer("mm_tokens_per_image", high=2**16, default=256) ** 0.5)
-        if side % tokens:
-            raise CheckpointError(
-                f"{config.where} has {side} patches and {tokens} features on a side of a picture, "
-                "which does not divide them."
-            )
-        proj = patch_conv(
-            weights, "vision.embeddings.patch_embedding", sizes.hidden, (3, pixels, pixels)
+def gemma3_tower(config: Fields, weights: Weights) -> PatchTower:
+    """SigLIP with Gemma 3's projector."""
+    vision = vision_config(config)
+    sizes = TowerSizes.of(vision, _DEFAULTS)
+    pixels = vision.integer("patch_size", high=256, default=16)
+    side = vision.integer("image_size", high=2**14, default=224) // pixels
+    tokens = round(config.integer("mm_tokens_per_image", high=2**16, default=256) ** 0.5)
+    if side % tokens:
+        raise CheckpointError(
+            f"{config.where} has {side} patches and {tokens} features on a side of a picture, "
+            "which does not divide them."
         )
-        shape = sizes.hidden, text_width(config)
-        project = Gemma3Project(
-            _last_norm(weights, sizes),
-            tokens,
-            rms_norm(weights, "projector.mm_soft_emb_norm", sizes.hidden, sizes.eps, offset=1.0),
-            Linear(weights.take("projector.mm_input_projection_weight", shape).T),
-        )
-        return _siglip(config, weights, sizes, (proj, side), project)
+    proj = patch_conv(
+        weights, "vision.embeddings.patch_embedding", sizes.hidden, (3, pixels, pixels)
+    )
+    shape = sizes.hidden, text_width(config)
+    project = Gemma3Project(
+        _last_norm(weights, sizes),
+        tokens,
+        rms_norm(weights, "projector.mm_soft_emb_norm", sizes.hidden, sizes.eps, offset=1.0),
+        Linear(weights.take("projector.mm_input_projection_weight", shape).T),
+    )
+    return _siglip(config, weights, sizes, (proj, side), project)
 
 
-class Lfm2Tower:
-    """Builds SigLIP 2 with the projector of LFM2-VL."""
-
-    @classmethod
-    def build(cls, config: Fields, weights: Weights) -> PatchTower:
-        """Only the weights say reliably whether the projector has a norm."""
-        vision = vision_config(config)
-        sizes = TowerSizes.of(vision, _DEFAULTS)
-        pixels = vision.integer("patch_size", high=256, default=16)
-        side = round(vision.integer("num_patches", high=2**20, default=256) ** 0.5)
-        factor = config.integer("downsample_factor", high=64, default=2)
-        path = "vision.embeddings.patch_embedding"
-        proj = linear(weights, path, sizes.hidden, 3 * pixels * pixels)
-        width = factor * factor * sizes.hidden
-        inner = config.integer("projector_hidden_size", high=2**20, default=2560)
-        paths = ("projector.linear_1", "projector.linear_2")
-        activation = config.text("projector_hidden_act", default="gelu")
-        squares: list[Activation] = [
-            plain_mlp(weights, paths, (width, inner, text_width(config)), activation)
-        ]
-        if "projector.layer_norm.weight" in weights:
-            squares.insert(0, layer_norm(weights, "projector.layer_norm", width, _NORM_EPS))
-        project = Projected([_last_norm(weights, sizes)], factor, squares)
-        return _siglip(config, weights, sizes, (proj, side), project)
+def lfm2_tower(config: Fields, weights: Weights) -> PatchTower:
+    """SigLIP 2 with the projector of LFM2-VL."""
+    # only the weights say reliably whether the projector has a norm
+    vision = vision_config(config)
+    sizes = TowerSizes.of(vision, _DEFAULTS)
+    pixels = vision.integer("patch_size", high=256, default=16)
+    side = round(vision.integer("num_patches", high=2**20, default=256) ** 0.5)
+    factor = config.integer("downsample_factor", high=64, default=2)
+    path = "vision.embeddings.patch_embedding"
+    proj = linear(weights, path, sizes.hidden, 3 * pixels * pixels)
+    width = factor * factor * sizes.hidden
+    inner = config.integer("projector_hidden_size", high=2**20, default=2560)
+    paths = ("projector.linear_1", "projector.linear_2")
+    activation = config.text("projector_hidden_act", default="gelu")
+    squares: list[Activation] = [
+        plain_mlp(weights, paths, (width, inner, text_width(config)), activation)
+    ]
+    if "projector.layer_norm.weight" in weights:
+        squares.insert(0, layer_norm(weights, "projector.layer_norm", width, _NORM_EPS))
+    project = Projected([_last_norm(weights, sizes)], factor, squares)
+    return _siglip(config, weights, sizes, (proj, side), project)
 
 
 def _siglip(

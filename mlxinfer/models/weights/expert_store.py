@@ -292,11 +292,7 @@ class LayerExperts:
             self._fill(missing, np.concatenate([wanted, keep]), guessed=False)
 
     def finish(self, wanted: Ints) -> Ints:
-        """Wait until they are read; the slot of each expert (E,), valid for `wanted` only.
-
-        Raises:
-            CheckpointError: a file became shorter, or its disk fails.
-        """
+        """Wait until they are read; the slot of each expert (E,), valid for `wanted` only."""
         under_way = [int(expert) for expert in wanted if int(expert) in self._reading]
         if under_way:
             began_s = time.monotonic()
@@ -390,9 +386,6 @@ def disk_rate(spans: Sequence[Span]) -> float:
 
     `READS_AT_ONCE` readers for `SAMPLE_S` seconds. Where the system does not let reads pass its
     cache, and for files that were just read, it is the cache's rate.
-
-    Raises:
-        CheckpointError: a file is not there any more, or its disk fails.
     """
     parts = [
         (span.file.path, start)

@@ -8,7 +8,7 @@ memory of its own. Here several threads read into memory that they are given. No
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -37,24 +37,25 @@ _OF_EXPERT = re.compile(
 )
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
+NUMPY = {  # dtypes of safetensors -> as numpy can hold their bytes
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F8_E4M3": "|u1",
+    "F8_E5M2": "|u1",
+    "F8_E8M0": "|u1",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "|u1",
+    "BOOL": "|u1",
 }
+ITEM_BYTES = {name: int(code[-1]) for name, code in NUMPY.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,30 +147,24 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def expert_bytes(folder: Path) -> int:
-    """Bytes of the experts of a mixture in a checkpoint, by their tensors' names.
+    """Bytes of the experts of a mixture in a checkpoint, by their tensors' names."""
+    return _bytes_of(folder, is_expert)
 
-    Raises:
-        CheckpointError, ModelNotFoundError: see `read_headers`.
-    """
+
+def row_table_bytes(folder: Path) -> int:
+    """Bytes of tables of n-grams, which stay in their files."""
+    config = folder / "config.json"
+    if not config.is_file() or b"ple_layer_ids" not in config.read_bytes():
+        return 0
+    return _bytes_of(folder, is_row_table)
+
+
+def _bytes_of(folder: Path, wanted: Callable[[str], bool]) -> int:
     return sum(
         info.end - info.start
         for tensors in read_headers(folder).values()
         for name, info in tensors.items()
-        if is_expert(name)
-    )
-
-
-def row_table_bytes(folder: Path) -> int:
-    """Bytes of tables of n-grams, which stay in their files; raises what `expert_bytes` raises."""
-    config = folder / "config.json"
-    if not config.is_file() or b"ple_layer_ids" not in config.read_bytes():
-        return 0
-    headers = read_headers(folder)
-    return sum(
-        info.end - info.start
-        for tensors in headers.values()
-        for name, info in tensors.items()
-        if is_row_table(name)
+        if wanted(name)
     )
 
 
@@ -182,11 +177,7 @@ def is_expert(name: str) -> bool:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file, in the order of their bytes.
-
-    Raises:
-        CheckpointError: it cannot be read, is broken, or holds what MLX cannot.
-    """
+    """The tensors of a safetensors file, in the order of their bytes."""
     return _header(path)[0]
 
 
@@ -254,11 +245,7 @@ class WeightFile:
             os.close(self._fd)
 
     def read_into(self, views: Sequence[memoryview], start: int) -> None:
-        """Fill views, one behind the other, with the bytes from `start` on: one read, if it can be.
-
-        Raises:
-            CheckpointError: the file ends before, or the disk fails.
-        """
+        """Fill views, one behind the other, from `start` on: in one read, if it can be."""
         left, done = [view for view in views if len(view)], 0
         while left:
             try:

@@ -73,9 +73,6 @@ class StoredMatrix:
 
         Args:
             factors: one for each output (..., out_dims), or one for all.
-
-        Raises:
-            UnsupportedModelError: the scales of its format cannot be multiplied.
         """
         if self.form is not None and self.form.mode != "affine":
             raise UnsupportedModelError(

@@ -27,7 +27,7 @@ FIELDS = ("weight", "scales", "biases", "bias")
 
 
 class InMemory:
-    """Everything is read and computed while the model is built. Other placings do as it does."""
+    """Everything is read and computed while the model is built."""
 
     def tensor(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -55,7 +55,7 @@ class InMemory:
         mx.eval(arrays)
 
 
-class Nowhere:
+class Nowhere(InMemory):
     """Tensors are shapes: no byte is read or computed. For checks, and layers of other stages."""
 
     def tensor(self, tensor: Tensor) -> Tensor:
@@ -69,12 +69,6 @@ class Nowhere:
         """Whether two tensors have one shape."""
         return one.shape == other.shape
 
-    def experts(self, stored: StoredMatrix) -> StoredMatrix:
-        return stored
-
-    def mixture(self, **parts: Any) -> MoE:
-        return MoE(**parts)
-
     def compute(self, arrays: Sequence[mx.array]) -> None:
         """Compute nothing."""
 
@@ -83,7 +77,7 @@ IN_MEMORY = InMemory()
 NOWHERE = Nowhere()
 
 
-class InSlots:
+class InSlots(InMemory):
     """Experts stay in their files until tokens need them; everything else is as in memory."""
 
     def __init__(self) -> None:
@@ -92,22 +86,12 @@ class InSlots:
         self._mixtures: list[tuple[StreamedMoE, list[SlotProjection]]] = []
         self._dtype = mx.float32  # of activations
 
-    def tensor(self, tensor: Tensor) -> Tensor:
-        return tensor
-
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
         """Leave experts as they are stored: they are rounded when they are read."""
         if not of_experts:
             return cast(tensor, dtype)
         self._dtypes[name].add(FLOATS[tensor.dtype])
         return tensor
-
-    def same(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two tensors are equal bit for bit."""
-        return IN_MEMORY.same(one, other)
-
-    def compute(self, arrays: Sequence[mx.array]) -> None:
-        mx.eval(arrays)
 
     def experts(self, stored: StoredMatrix) -> StoredMatrix:
         """Leave them in their files; the layer made of them reads slots."""
@@ -119,11 +103,7 @@ class InSlots:
         return projection
 
     def mixture(self, **parts: Any) -> MoE:
-        """A mixture with experts that are read when tokens need them.
-
-        Raises:
-            UnsupportedModelError: the files do not hold each expert in one piece.
-        """
+        """A mixture with experts that are read when tokens need them."""
         projections = parts["gate_up_proj"], parts["down_proj"]
         in_slots = list(dict.fromkeys(reachable(list(projections), SlotProjection)))
         whole = [one for one in in_slots if isinstance(self._deferred[one].weight, FileTensor)]
@@ -268,6 +248,3 @@ def _require_rate(active_bytes: int, share: float, rate: float) -> None:
         "give it more expert_memory, take fewer bits, or say slow_experts=True (--slow-experts).",
         param="expert_memory",
     )
-
-
-Placing = InMemory | Nowhere | InSlots

@@ -90,9 +90,6 @@ class Share:
 
         Args:
             unit: columns that stay together: the largest group of quantised weights.
-
-        Raises:
-            UnsupportedModelError: it cannot be divided; the message says what and by what.
         """
         if model_type not in SPLITTABLE:
             raise UnsupportedModelError(

@@ -7,7 +7,6 @@ has smaller sizes than the files; which numbers the rank has follows from its sh
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -30,54 +29,16 @@ class Slices:
     stored: int  # length of the axis in the file
 
 
-class Source(Protocol):
-    """Named tensors, each taken once. Names are those of the decoder."""
-
-    tensors: dict[str, Tensor]  # as stored, those that are not taken yet
-    share: Share | None  # of a rank; None: every tensor is whole
-    num_bytes: int  # of all tensors
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def original(self, name: str) -> str:
-        """The checkpoint's name of a tensor."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, as stored."""
-
-    def has_shape(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether there is a tensor of this name, and `take` would give this shape of it."""
-
-    def take(self, name: str, shape: Sequence[int], parts: Sequence[int] | None = None) -> Tensor:
-        """The tensor, or the part of it that has this shape; it is not there afterwards.
-
-        Args:
-            parts: how many outputs of each kind stand side by side; None: they are of one kind.
-
-        Raises:
-            CheckpointError: there is no such tensor, or it has another shape.
-            UnsupportedModelError: a rank cannot have a part of this shape.
-        """
-
-    def rows(self, name: str) -> Tensor:
-        """A table's tensor, or the rows of it that a rank has; it can be taken afterwards."""
-
-    def slices(self, name: str) -> Slices | None:
-        """The part that was taken of a tensor; None: all of it."""
-
-    def stored_apart(self, stack: str, single: str, shape: tuple[int, int, int]) -> bool:
-        """Whether each expert's matrix is a tensor of its own; see `Weights.experts`."""
-
-    def drop(self, *names: str) -> None:
-        """Leave out tensors that are known to carry nothing."""
-
-
 class Checkpoint:
-    """The tensors of a checkpoint, or one rank's part of them; see `Source`.
+    """The tensors of a checkpoint, or one rank's part of them, each taken once.
 
     Args:
         rename: gives the decoder's names; None: the tensor is left out.
         share: of a rank; the tensors must be in files. None: tensors are whole.
+
+    Attributes:
+        tensors: as stored, those that are not taken yet.
+        num_bytes: of all tensors.
     """
 
     def __init__(
@@ -105,12 +66,14 @@ class Checkpoint:
         return name in self.tensors
 
     def original(self, name: str) -> str:
+        """The checkpoint's name of a tensor."""
         return self._original[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
     def has_shape(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether there is a tensor of this name, and `take` would give this shape of it."""
         if name not in self:
             return False
         stored = self.shape(name)
@@ -119,11 +82,13 @@ class Checkpoint:
         return all(self.share.cut(*pair) is not None for pair in zip(stored, shape, strict=True))
 
     def stored_apart(self, stack: str, single: str, shape: tuple[int, int, int]) -> bool:
+        """Whether each expert's matrix is a tensor of its own; see `Weights.experts`."""
         if f"{stack}.weight" in self:
             return False
         return any(f"{single.format(i)}.weight" in self for i in range(shape[0]))
 
     def slices(self, name: str) -> Slices | None:
+        """The part that was taken of a tensor; None: all of it."""
         return self._slices.get(name)
 
     def drop(self, *names: str) -> None:
@@ -131,6 +96,11 @@ class Checkpoint:
             self.tensors.pop(name, None)
 
     def take(self, name: str, shape: Sequence[int], parts: Sequence[int] | None = None) -> Tensor:
+        """The tensor, or the part of it that has this shape; it is not there afterwards.
+
+        Args:
+            parts: how many outputs of each kind stand side by side; None: they are of one kind.
+        """
         wanted = tuple(shape)
         if name not in self:
             raise CheckpointError(f"Tensor {name!r} {wanted} is missing.")
@@ -148,7 +118,10 @@ class Checkpoint:
         return pieces[0] if len(pieces) == 1 else side_by_side(pieces, slices.axis)
 
     def rows(self, name: str) -> Tensor:
-        """Each rank has as many rows but the last, which may have fewer."""
+        """A table's tensor, or the rows of it that a rank has; it can be taken afterwards.
+
+        Each rank has as many rows but the last, which may have fewer.
+        """
         tensor = self.tensors[name]
         if self.share is None:
             return tensor

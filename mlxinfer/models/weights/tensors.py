@@ -30,7 +30,7 @@ LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")
 FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in FLOATS.items()}
-_STORED = {  # dtypes of safetensors -> of MLX
+STORED = {  # dtypes of safetensors -> of MLX
     "F32": mx.float32,
     "F16": mx.float16,
     "BF16": mx.bfloat16,
@@ -66,11 +66,11 @@ class FileTensor:
     __slots__ = ("array", "dtype", "shape", "spans", "stored")
 
     def __init__(self, stored: str, shape: tuple[int, ...], spans: Sequence[Span]) -> None:
-        if stored not in _STORED:
+        if stored not in STORED:
             where = spans[0].file.path
             raise CheckpointError(f"{where} holds a tensor of {stored}, which MLX has not.")
         self.stored = stored
-        self.dtype = _STORED[stored]
+        self.dtype = STORED[stored]
         self.shape = shape
         self.spans = spans
         self.array: mx.array | None = None
@@ -84,11 +84,7 @@ class FileTensor:
         return prod(self.shape) * self.dtype.size
 
     def read(self) -> mx.array:
-        """Read the array, once; every call returns the same one.
-
-        Raises:
-            CheckpointError: a file became shorter, or its disk fails.
-        """
+        """Read the array, once; every call returns the same one."""
         (array,) = read_together([self])
         return array
 
@@ -118,11 +114,7 @@ def load_tensors(folder: Path) -> dict[str, FileTensor]:
 
 
 def file_tensors(path: Path) -> dict[str, FileTensor]:
-    """Every tensor of one file of safetensors, by name. No data is read.
-
-    Raises:
-        CheckpointError: it is broken, or not there.
-    """
+    """Every tensor of one file of safetensors, by name. No data is read."""
     return _by_name([WeightFile(path, new_pool())])
 
 
@@ -193,11 +185,7 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[mx.array]:
-    """Return arrays. Tensors in files are read in parallel.
-
-    Raises:
-        CheckpointError: a file became shorter, or its disk fails.
-    """
+    """Return arrays. Tensors in files are read in parallel."""
     new = [one for one in tensors if isinstance(one, FileTensor) and one.array is None]
     if new:
         made = _allocated(new)

@@ -34,9 +34,9 @@ from ...layers.step import Layer
 from ..language import arrays
 from ..quantization import QuantFormat, Quantization, format_of_shapes
 from .matrix import StoredMatrix, combined, fused
-from .placing import IN_MEMORY, NOWHERE, Placing
+from .placing import IN_MEMORY, NOWHERE, InMemory
 from .row_table import FileRows
-from .source import Source
+from .source import Checkpoint
 from .tensors import FLOATS, Tensor, choose_dtype, loaded, side_by_side, stacked
 
 _PARTS = ("weight", "scales", "biases")
@@ -84,8 +84,8 @@ class Weights:
 
     def __init__(
         self,
-        source: Source,
-        placing: Placing = IN_MEMORY,
+        source: Checkpoint,
+        placing: InMemory = IN_MEMORY,
         *,
         quantization: Quantization | None = None,
         dtype: str = "auto",
@@ -282,9 +282,6 @@ class Weights:
             each: path of one expert's, "{}" in place of its number, as hub checkpoints have it.
             bias: whether there is one; those of all experts are one tensor.
             parts: see `linear`.
-
-        Raises:
-            CheckpointError: the experts have different formats.
         """
         count, rows, in_dims = shape
         if not self._source.stored_apart(stack, single, shape):
@@ -313,9 +310,6 @@ class Weights:
         Args:
             paths: of its parts, one behind the other.
             width: numbers of a row.
-
-        Raises:
-            CheckpointError: its parts have different formats.
         """
         tables = [self._fields_in_files(path, width) for path in paths]
         if self._table is not None:
@@ -408,11 +402,7 @@ class Weights:
         )
 
     def norm(self, path: str, dims: int, *, offset: float = 0.0) -> mx.array:
-        """The weights of a norm over all of `dims` numbers; `offset`: see `take`.
-
-        Raises:
-            UnsupportedModelError: several ranks have a part of them.
-        """
+        """The weights of a norm over all of `dims` numbers; `offset`: see `take`."""
         weight = self.take(f"{path}.weight", (dims,), offset=offset)
         if self._source.slices(f"{path}.weight") is not None:
             raise UnsupportedModelError(
@@ -445,9 +435,6 @@ class Weights:
 
         A rank has `in_dims` of the inputs, and stored shapes are those of the whole matrix, for
         which there may be several widths.
-
-        Raises:
-            CheckpointError: the config states no quantisation, or a rank cannot tell the format.
         """
         original = self._source.original(f"{path}.scales").removesuffix(".scales")
         if self._quantization is None:

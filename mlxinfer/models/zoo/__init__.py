@@ -18,8 +18,6 @@ from .choice import build, choose, lazy_arrays, load_weights
 from .running import AloneModel, FlatModel, ZooConfig
 from .spelling import tensors_respelled
 
-__all__ = ["ZooConfig", "load", "load_config", "read"]
-
 log = logging.getLogger("mlxinfer.models")
 
 

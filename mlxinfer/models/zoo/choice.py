@@ -87,9 +87,6 @@ def load_weights(
 
     Returns:
         The layers that are quantised.
-
-    Raises:
-        CheckpointError: a tensor is missing, misshapen or left over.
     """
     target = choose_dtype(tensors, dtype)
     cast = target if dtype != "auto" or target == mx.float32 else None
@@ -318,12 +315,7 @@ def _compare(
 
 
 def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooConfig, Definition]:
-    """Choose the definition that runs an architecture, from its config alone.
-
-    Raises:
-        UnsupportedModelError: nothing does; the message says what is missing.
-        CheckpointError: the definition does not take this config.
-    """
+    """Choose the definition that runs an architecture, from its config alone."""
     model_type = str(raw.get("model_type"))
     refuse_wrong(raw)
     module = module_of(model_type, classes_of(raw))
@@ -384,9 +376,6 @@ def build(config: ZooConfig, definition: Definition, formats: Formats) -> FlatMo
 
     Args:
         config: as `choose` gave it.
-
-    Raises:
-        UnsupportedModelError: not even one sequence after another gives what mlx-lm gives.
     """
     try:
         find_cut(definition)

@@ -22,7 +22,6 @@ NOT_COMPARED = "transformers has no such model, so this was not compared with it
 
 @cache
 def verdicts() -> Mapping[str, Any]:
-    """The file's contents."""
     table: dict[str, Any] = json.loads(VERDICTS.read_text())
     return table
 
@@ -66,11 +65,7 @@ def verdict_of(model_type: str) -> tuple[Verdict, str]:
 
 
 def refuse_wrong(config: Mapping[str, Any]) -> None:
-    """Refuse a config that mlx-lm's definition is known to get wrong, or that is out of scope.
-
-    Raises:
-        UnsupportedModelError: the message names the key of the config, and what runs.
-    """
+    """Refuse a config that mlx-lm's definition is known to get wrong, or that is out of scope."""
     model_type = str(config.get("model_type"))
     row = verdicts()["types"].get(model_type, {})
     theirs = f"mlx-lm's definition of {model_type!r}"
@@ -89,11 +84,7 @@ def refuse_wrong(config: Mapping[str, Any]) -> None:
 
 
 def refuse_unread(config: Mapping[str, Any], fields: Collection[str]) -> None:
-    """Refuse a window or a stretched rope that a definition, which was not compared, cannot know.
-
-    Raises:
-        UnsupportedModelError: the message names the key of the config.
-    """
+    """Refuse a window or a stretched rope that a definition, never compared, cannot know."""
     model_type = str(config.get("model_type"))
     if verdicts()["types"].get(model_type, {}).get("verdict") == "agrees":
         return

@@ -45,17 +45,7 @@ class AttendingCache:
     """The cache that an attention layer of a definition gets in place of mlx-lm's."""
 
     __slots__ = ()
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        raise AssertionError("a base class")
+    attend: Callable[..., mx.array]  # gets what mlx-lm's function gets, but for the cache
 
 
 class AttentionOverride:
@@ -156,9 +146,6 @@ def module_of(model_type: str, classes: Sequence[Any] = ()) -> ModuleType | None
 
     Args:
         model_type, classes: see `module_name`.
-
-    Raises:
-        UnsupportedModelError: mlx-lm is not installed, or the module does not load here.
     """
     if installed() is None:
         raise UnsupportedModelError(

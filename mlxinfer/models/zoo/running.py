@@ -104,11 +104,7 @@ def read_config(
     cache_specs: Iterable[CacheSpec],
     alone_because: str | None,
 ) -> ZooConfig:
-    """Read what is not learnt from the definition.
-
-    Raises:
-        CheckpointError: a value of the wrong type or out of its range.
-    """
+    """Read what is not learnt from the definition."""
     top = Fields(raw, "config.json")
     inner = top.fields("text_config", "llm_config", "language_config") or top
 
@@ -324,31 +320,46 @@ _KEPT = {
 }
 
 
-class FlatModel:
-    """A definition as the engine runs it, batched with all features of a native family.
-
-    Args:
-        traced: what `trace` found.
-    """
+class _ZooModel:
+    """The part of a model that does not depend on how its sequences run."""
 
     lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
     tower: ClassVar[None] = None
     rope_axes = 1
 
-    def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
+    def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
         self.config = config
         self.definition = definition
-        self.activation_dtype = traced.dtype
-        self.mixers = traced.mixers
-        self.cache_specs: list[CacheSpec] = [*traced.specs]
+        self.activation_dtype = dtype
         self.num_bytes = definition.num_bytes
-        self._caches = traced.caches
-        self._used = [traced.caches[i] for i in traced.places]
 
     def kernels(self) -> list[KernelUse]:
         """None: the layers are mlx-lm's."""
         return []
+
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
+        """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
+        return self.definition.logits(hidden)
+
+    def rope_variant(self, max_tokens: int) -> int:
+        """All sequences have the same frequencies."""
+        return 0
+
+
+class FlatModel(_ZooModel):
+    """A definition as the engine runs it, batched with all features of a native family.
+
+    Args:
+        traced: what `trace` found.
+    """
+
+    def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
+        super().__init__(config, definition, traced.dtype)
+        self.mixers = traced.mixers
+        self.cache_specs: list[CacheSpec] = [*traced.specs]
+        self._caches = traced.caches
+        self._used = [traced.caches[i] for i in traced.places]
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
@@ -360,14 +371,6 @@ class FlatModel:
         finally:
             for cache in self._used:
                 cache.end()
-
-    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
-        """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
-        return self.definition.logits(hidden)
-
-    def rope_variant(self, max_tokens: int) -> int:
-        """All sequences have the same frequencies."""
-        return 0
 
 
 LACKING = ("prefix_cache", "disk_cache", "speculation")  # bits and windows: see cache/formats.py
@@ -400,7 +403,7 @@ def _states(cache: Any) -> list[mx.array]:
     return [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
 
 
-class AloneModel:
+class AloneModel(_ZooModel):
     """A definition as the engine runs it, sequence by sequence.
 
     Args:
@@ -408,21 +411,11 @@ class AloneModel:
     """
 
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
-    expert_store: ClassVar[None] = None
-    tower: ClassVar[None] = None
-    rope_axes = 1
 
     def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
-        self.config = config
-        self.definition = definition
-        self.activation_dtype = dtype
+        super().__init__(config, definition, dtype)
         self.mixers = [self]
         self.cache_specs: list[CacheSpec] = [kept_by(definition, dtype)]
-        self.num_bytes = definition.num_bytes
-
-    def kernels(self) -> list[KernelUse]:
-        """None: the layers are mlx-lm's."""
-        return []
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
@@ -434,14 +427,6 @@ class AloneModel:
                 alone.caches[slot] = Kept(self.definition.own_caches())
             outputs.append(self.definition.hidden(ids[rows][None], alone.caches[slot].caches)[0])
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
-        """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
-        return self.definition.logits(hidden)
-
-    def rope_variant(self, max_tokens: int) -> int:
-        """All sequences have the same frequencies."""
-        return 0
 
 
 def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:

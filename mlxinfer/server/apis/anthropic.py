@@ -140,11 +140,7 @@ def _keeps_all(management: Any) -> bool:
 
 
 def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
-    """The conversation of a request. Takes a while.
-
-    Args:
-        skipped: gets hosted tools and their blocks.
-    """
+    """The conversation of a request. Takes a while."""
     effort = body.output_config.effort if body.output_config else None
     variables: Plain = {}
     if body.thinking is not None:
@@ -170,7 +166,6 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
 
 
 def read_messages(body: MessagesRequest, model: ServedModel, skipped: list[str]) -> ChatInput:
-    """The conversation that a request wants answered. Takes a while."""
     form = body.output_config.format if body.output_config else None
     return read(
         body,
@@ -187,11 +182,7 @@ def read_messages(body: MessagesRequest, model: ServedModel, skipped: list[str])
 
 
 def _continues_last(messages: Sequence[AnthropicMessage]) -> bool:
-    """Whether the answer continues the last message, the assistant's (a prefill).
-
-    Raises:
-        InvalidRequestError: that message calls a tool, and its result is missing.
-    """
+    """Whether the answer continues the last message, the assistant's (a prefill)."""
     if not messages or messages[-1].role != "assistant":
         return False
     last = messages[-1]
@@ -203,7 +194,6 @@ def _continues_last(messages: Sequence[AnthropicMessage]) -> bool:
 
 
 def _openai_choice(choice: ToolChoice | None) -> str | Plain:
-    """The tool_choice in OpenAI's form; raises InvalidRequestError for a missing name."""
     if choice is None:
         return "auto"
     if choice.type != "tool":
@@ -246,7 +236,6 @@ class MessageWriter:
     _open: str | None = None  # the type of the open block
 
     async def whole(self) -> Plain:
-        """The answer to a request without `stream`."""
         parts: list[Part] = []
         async for steps in self._answers:
             for step in steps:
@@ -274,12 +263,7 @@ class MessageWriter:
         }
 
     def blocks(self, parts: Sequence[Part], calls: Sequence[ToolCall]) -> list[Plain]:
-        """The content of a complete answer, in the order in which it came; the rest is text.
-
-        Args:
-            parts: of the answer, neighbours joined.
-            calls: of the answer; the last one may be cut off.
-        """
+        """The content of a complete answer, in the order in which it came; the rest is text."""
         complete = {call.id: call for call in calls}
         blocks: list[Plain] = []
         for part in parts:
@@ -296,7 +280,6 @@ class MessageWriter:
         return blocks
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the events of the message: its start, its blocks, its end."""
         begun = self._message([], usage_of(len(self._answer.request.prompt_ids)))
         yield named("message_start", {"type": "message_start", "message": begun}) + PING
         async for frames in self._call.frames(self._answers, self.step_frames, lambda: PING):
@@ -319,7 +302,6 @@ class MessageWriter:
                 yield from self._tool_use(part)
 
     def close(self) -> Iterator[bytes]:
-        """The events that end the open block, if there is one."""
         if self._open is None:
             return
         if self._open == "thinking":

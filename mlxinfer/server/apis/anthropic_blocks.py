@@ -84,11 +84,6 @@ def conversation(
 
     A tool result is a message of the role tool; one that reports an error says so in its text.
     Blocks of tools that Anthropic's servers run are left out, and noted in `skipped`.
-
-    Raises:
-        InvalidRequestError: no messages, or an incomplete block.
-        PictureError: a picture is none.
-        UnsupportedFieldError: blocks that are neither text nor pictures.
     """
     if not turns:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
@@ -119,14 +114,7 @@ def _together(one: Plain, two: Plain) -> bool:
 
 
 def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> list[Plain]:
-    """The tools in OpenAI's form, which templates expect.
-
-    Tools that clients run by a schema of Anthropic's (shell, text editor) have that schema; tools
-    that Anthropic's servers run are left out, and noted in `skipped`.
-
-    Raises:
-        UnsupportedFieldError: a field that would change the answer.
-    """
+    """The tools in OpenAI's form, which templates expect."""
     functions = []
     for number, tool in enumerate(tools or ()):
         where = f"tools[{number}]"
@@ -260,7 +248,6 @@ def _document(block: ContentBlock, source: BlockSource, path: str) -> str:
 def pdfs(
     system: list[ContentBlock] | str | None, turns: Sequence[AnthropicMessage]
 ) -> Iterator[PdfPart]:
-    """The PDFs in the system prompt, in messages and tool results."""
     for block, path in _blocks(system, "system"):
         yield from _pdf(block, path)
     newest = newest_turn([message.role for message in turns])

@@ -18,6 +18,7 @@ from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..slots import ServedModel
 from .documents import PdfPart, SentFile, read_pdfs
 from .sampling import (
+    BUDGETS,
     REFUSED,
     UNLIMITED,
     ConstraintFields,
@@ -58,7 +59,6 @@ from .usage import (
 
 CHUNK = "chat.completion.chunk"
 MAX_VARIABLE_DEPTH = 8  # levels of JSON of a template variable
-_BUDGETS = ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -169,11 +169,7 @@ class ChatRequest(ConstraintFields, kw_only=True):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of the answer; None: until the context is full.
-
-        Raises:
-            InvalidRequestError: it is 0.
-        """
+        """The most tokens of the answer; None: until the context is full."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         given: int | None = getattr(self, name)
         if given == 0:
@@ -189,12 +185,8 @@ class ChatRequest(ConstraintFields, kw_only=True):
 
     @property
     def reasoning_limit(self) -> int | None:
-        """The most tokens of reasoning, under whichever name; None: no limit.
-
-        Raises:
-            InvalidRequestError: two names with different limits.
-        """
-        given = {name: getattr(self, name) for name in _BUDGETS}
+        """The most tokens of reasoning, under whichever name; None: no limit."""
+        given = {name: getattr(self, name) for name in BUDGETS}
         if isinstance(self.thinking, ThinkingSwitch):
             given["thinking.budget_tokens"] = self.thinking.budget_tokens
         if self.reasoning is not None:
@@ -202,11 +194,7 @@ class ChatRequest(ConstraintFields, kw_only=True):
         return same_field({name: limit for name, limit in given.items() if limit and limit > 0})
 
     def resolve(self) -> None:
-        """Give other servers' switches of reasoning to the chat template.
-
-        Raises:
-            InvalidRequestError: two fields that contradict each other.
-        """
+        """Give other servers' switches of reasoning to the chat template."""
         super().resolve()
         switch = self.reasoning or ReasoningSwitch()
         refuse("reasoning.exclude", switch.exclude, (False,))
@@ -226,7 +214,7 @@ class ChatRequest(ConstraintFields, kw_only=True):
             "thinking": thinking,
             "think": self.think if isinstance(self.think, bool) else None,
             "reasoning.enabled": switch.enabled,
-            **{name: False for name in _BUDGETS if getattr(self, name) == 0},
+            **{name: False for name in BUDGETS if getattr(self, name) == 0},
         }
         for name, enabled in wishes.items():
             if enabled is None:
@@ -248,7 +236,6 @@ class TemplateFields(Protocol):
 
 
 def template_fields(fields: TemplateFields) -> dict[str, Any]:
-    """Fields of a ChatInput that say how the conversation is rendered."""
     kwargs = dict(fields.chat_template_kwargs or {})
     check_json_size(kwargs, param="chat_template_kwargs", max_depth=MAX_VARIABLE_DEPTH)
     return {
@@ -264,15 +251,8 @@ def template_messages(messages: Sequence[Message], skipped: list[str]) -> list[P
     """The messages as chat templates read them.
 
     Text parts are joined by newlines, unless there are pictures among them. Arguments of tool calls
-    become objects. Notes stand for parts of earlier turns that cannot be read.
-
-    Args:
-        skipped: gets the places of those parts.
-
-    Raises:
-        InvalidRequestError: there is no message, or one is incomplete.
-        PictureError: a picture is none.
-        UnsupportedFieldError: audio and other parts that models do not read.
+    become objects. Notes stand for parts of earlier turns that cannot be read; `skipped` gets their
+    places.
     """
     if not messages:
         raise InvalidRequestError.of("messages", "is empty; send at least one.")
@@ -355,11 +335,6 @@ def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:
 
 
 def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInput:
-    """The conversation of a request. Takes a while.
-
-    Args:
-        tools: gets those of the body.
-    """
     check_tools(body.tools, body.tool_choice)
     read_chat_tools(body.tools, tools)
     choice = body.tool_choice
@@ -406,10 +381,7 @@ async def chat(call: Call, body: ChatRequest) -> Plain | Events:
 
 @dataclass(slots=True)
 class ChatWriter:
-    """Writes the answers to one request: whole, or as chunks.
-
-    `declared` has the custom tools by name.
-    """
+    """Writes the answers to one request: whole, or as chunks."""
 
     call: Call
     body: ChatRequest
@@ -550,7 +522,6 @@ def finish_reason(result: Result) -> str:
 
 
 def _function_piece(piece: ToolCallDelta) -> Plain:
-    """A delta of a function's call; only the first one has its id, type and name."""
     if piece.id is None or piece.name is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     return {"index": piece.index, **function_call(piece.id, piece.name, piece.arguments)}

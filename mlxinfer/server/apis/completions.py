@@ -13,7 +13,7 @@ from ...session.inputs import TextInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse
 from ..slots import ServedModel
-from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
+from .sampling import BUDGETS, REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .tools import Prompts, texts_of
 from .usage import (
     FINGERPRINT,
@@ -28,9 +28,7 @@ from .usage import (
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
 MAX_ANSWERS = 1024  # prompts times n
-_NO_REASONING = {  # a plain text has no reasoning that could be bounded
-    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), (-1,))
-}
+_NO_REASONING = dict.fromkeys(BUDGETS, (-1,))  # a plain text has no reasoning to be bounded
 
 
 class CompletionRequest(ConstraintFields, kw_only=True):
@@ -60,11 +58,6 @@ class CompletionRequest(ConstraintFields, kw_only=True):
 
 
 def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
-    """The texts of a request. Takes a while.
-
-    Raises:
-        InvalidRequestError: a mixture of texts and ids, or too many answers.
-    """
     prompts = texts_of(body.prompt, "prompt", MAX_PROMPTS)
     count = body.n or 1
     if len(prompts) * count > MAX_ANSWERS:
@@ -173,7 +166,6 @@ class CompletionWriter:
     _writers: Sequence[ChoiceWriter]
 
     async def whole(self) -> Plain:
-        """The answer to a request without `stream`."""
         pieces: list[list[Plain]] = [[] for _ in self._writers]
         async for steps in self._answers:
             for step in steps:

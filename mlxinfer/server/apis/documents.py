@@ -41,12 +41,7 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
     filename: str | None = None
 
     def shown(self, path: str) -> str:
-        """The file as a model reads it.
-
-        Raises:
-            UnsupportedFieldError: it is no text file, or the request does not hold it itself.
-            InvalidRequestError: it is missing, no base64, or no UTF-8.
-        """
+        """The file as a model reads it."""
         if self.file_data is not None:
             return shown_file(text_of_file(self.file_data, f"{path}.file_data"), self.filename)
         if self.file_url is None and self.file_id is None:
@@ -57,7 +52,6 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
 
     def pdfs(self, path: str, *, is_earlier: bool) -> Iterator[PdfPart]:
-        """The PDF, if the file is one."""
         if self.file_data is not None and (data := pdf_data(self.file_data)) is not None:
             yield PdfPart(data, f"{path}.file_data", self._be_text, is_earlier)
 
@@ -102,7 +96,6 @@ class _DataUrl(NamedTuple):
 
     @classmethod
     def parse(cls, data: str) -> "_DataUrl | None":
-        """Return the parts; None: this is no `data:` URL."""
         if not data.startswith("data:"):
             return None
         comma = data.find(",", 0, MAX_HEAD)
@@ -121,12 +114,7 @@ def pdf_data(data: str) -> str | None:
 
 
 def text_of_file(data: str, path: str) -> str:
-    """The text of a file that a request holds as a data URL or in base64.
-
-    Raises:
-        UnsupportedFieldError: it is no text file.
-        InvalidRequestError: it is no base64, or no UTF-8.
-    """
+    """The text of a file that a request holds as a data URL or in base64."""
     url = _DataUrl.parse(data) or _DataUrl("", is_base64=True, content=data)
     check_text_type(url.kind or "text/plain", path)
     if not url.is_base64:
@@ -138,7 +126,6 @@ def text_of_file(data: str, path: str) -> str:
 
 
 def check_text_type(kind: str, path: str) -> None:
-    """Raise UnsupportedFieldError for a media type that is no text."""
     if len(kind) > MAX_HEAD or not _PLAIN.fullmatch(kind.lower()):
         raise UnsupportedFieldError.of(
             path,
@@ -147,6 +134,5 @@ def check_text_type(kind: str, path: str) -> None:
 
 
 def shown_file(text: str, name: str | None) -> str:
-    """A file in a message, as a model reads it."""
     title = f' name="{name}"' if name else ""
     return f"<file{title}>\n{text}\n</file>"

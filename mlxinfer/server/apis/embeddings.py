@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError
 from ...outputs import ranked
-from ...session.pooling_inputs import EmbedInput, ScoreInput
+from ...session.inputs import EmbedInput, ScoreInput
 from ...session.pooling_session import PoolingSession
 from ..call import Call
 from ..http import SharingBody
@@ -57,7 +57,6 @@ class EmbeddingRequest(SharingBody, kw_only=True):
 
 
 def pooling_usage(num_tokens: int) -> dict[str, int]:
-    """The number of tokens that were read."""
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
@@ -89,11 +88,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
 
 
 def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
-    """How texts that are too long are cut, as PoolingSession.embed takes it.
-
-    Raises:
-        InvalidRequestError: no tokens would be left.
-    """
+    """How texts that are too long are cut, as PoolingSession.embed takes it."""
     if tokens is None:
         return bool(flag)
     if tokens == 0:
@@ -104,7 +99,6 @@ def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
 
 
 def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:
-    """The model's own prompt that stands before the texts, by prompt_name or input_type."""
     if body.prompt_name is not None or body.input_type is None:
         return body.prompt_name
     if body.input_type not in INPUT_TYPES:

@@ -56,7 +56,6 @@ class LlamaRequest(ConstraintFields, kw_only=True):
     n_probs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # 0: none are scored
 
     def resolve(self) -> None:
-        """Raise UnsupportedFieldError for another order of samplers."""
         super().resolve()
         if not SAMPLERS.issuperset(self.samplers or ()):
             refuse("samplers", self.samplers)

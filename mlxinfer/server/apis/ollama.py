@@ -16,8 +16,7 @@ from ...core import MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
 from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
 from ...session.answers import Answers, AnswerStep
-from ...session.inputs import ChatInput, Input, TextInput
-from ...session.pooling_inputs import EmbedInput
+from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
 from ...text import Content
 from ..call import Call
 from ..errors import HttpError
@@ -104,7 +103,6 @@ class AskFields(RequestBody, kw_only=True):
         return self.sampling().order
 
     def sampling(self) -> Options:
-        """The options; raises as `http.decode`."""
         given = bytes(self.options)
         options = Options() if given == bytes(_NONE) else decode(given, Options, "options")
         if self.return_cached_tokens_details is not None:
@@ -173,7 +171,6 @@ def read_chat(body: ChatAsk, options: Options, skipped: list[str], model: Served
 
 
 def read_text(body: GenerateAsk, options: Options, model: ServedModel) -> Input:
-    """The text of a request: to be continued, or answered as a user's message."""
     fields = body.input_fields(model, options)
     if body.raw or body.suffix:
         suffix = body.suffix or None
@@ -285,7 +282,6 @@ class SaidWriter:
     _pieces: list[ToolCallDelta] = field(default_factory=list)  # of the call that has begun
 
     def whole(self, result: Result) -> Plain:
-        """The answer to a request without a stream."""
         said = self._said(result.text, result.reasoning or "", result.tool_calls)
         scored = logprobs_of(self._model.tokenizer, self._answers.answers[0])
         return {**said, **({"logprobs": scored} if scored else {}), **self._ending(result)}
@@ -426,7 +422,6 @@ class NamedModel(RequestBody, kw_only=True):
 
 
 def slot_of(call: Call, name: str) -> ModelSlot:
-    """The model of a name, with Ollama's tag or without; raises ModelNotFoundError."""
     models = call.service.models
     plain = name.removesuffix(LATEST)
     return models.find(plain if name not in models.names() else name)

@@ -116,13 +116,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def resolve(self) -> None:
-        """Resolve fields of other APIs.
-
-        Raises:
-            InvalidRequestError: two names of one field with different values, or a response in the
-                background that is not stored.
-            UnsupportedFieldError: an unknown entry of `include`.
-        """
         effort = self.reasoning.effort if self.reasoning else None
         names = {"reasoning.effort": effort, "reasoning_effort": self.reasoning_effort}
         self.reasoning_effort = same_field(names)
@@ -158,11 +151,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
 def read(
     body: ResponsesRequest, model: ServedModel, messages: Sequence[Plain], tools: DeclaredTools
 ) -> ChatInput:
-    """The conversation of a request. Takes a while.
-
-    Args:
-        messages: instructions and items, as templates read them.
-    """
     check_tools(None, body.tool_choice)
     choice = tools.choose(body.tool_choice)
     return ChatInput(
@@ -275,7 +263,6 @@ async def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain]
 
 
 def _messages(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
-    """Read the request and its stored items. Takes a while."""
     before: list[InputItem] = []
     if body.previous_response_id is not None:
         chain = _chain_of(call, body.previous_response_id, "previous_response_not_found")
@@ -306,10 +293,7 @@ async def _start(
 
 @dataclass(slots=True)
 class ResponseWriter:
-    """Writes the answer to one request: whole, or as events.
-
-    `response` is the response as it is now.
-    """
+    """Writes the answer to one request: whole, or as events."""
 
     call: Call
     body: ResponsesRequest
@@ -516,12 +500,10 @@ async def input_items(call: Call) -> Plain:
 
 
 def _owner(call: Call) -> str:
-    """The owner of a request's responses; "" without keys."""
     return call.owner or ""
 
 
 def _store_of(call: Call, param: str = "previous_response_id") -> ResponseStore:
-    """The store of this server; raises UnsupportedFieldError without one."""
     store = call.service.store
     if store is None:
         raise UnsupportedFieldError(
@@ -536,12 +518,7 @@ def _running(call: Call, response_id: str) -> RunningResponse | None:
 
 
 def _chain_of(call: Call, response_id: str, missing: str = "not_found") -> list[StoredResponse]:
-    """A stored response and all before it, the first one first.
-
-    Raises:
-        HttpError: it, or one before it, is not there; `missing` is the code.
-        UnsupportedFieldError: this server stores nothing.
-    """
+    """A stored response and all before it, the first one first."""
     chain = _store_of(call).chain(_owner(call), response_id)
     if chain is None:
         raise HttpError(

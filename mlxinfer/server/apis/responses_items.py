@@ -83,11 +83,6 @@ def conversation(
     Args:
         before: items of the responses that the request follows.
         skipped: gets the items and earlier parts that are left out.
-
-    Raises:
-        InvalidRequestError: no input, or an incomplete item.
-        PictureError: a picture is none.
-        UnsupportedFieldError: an item or a part of a type that is not supported.
     """
     if not items and not before:
         raise InvalidRequestError.of("input", "is missing or empty; send a text or an item.")
@@ -183,7 +178,6 @@ def _call(item: InputItem, path: str) -> Plain:
 
 
 def _output(item: InputItem, path: str) -> str | list[InputPart]:
-    """The output of a call; a tool that says nothing may send null."""
     try:
         return msgspec.convert(item.output or "", str | list[InputPart])
     except msgspec.ValidationError as error:
@@ -214,7 +208,6 @@ def _part(part: InputPart, path: str) -> Plain:
 
 
 def pdfs_of(items: Sequence[InputItem]) -> Iterator[PdfPart]:
-    """The PDFs in messages and outputs of calls."""
     newest = _newest(items)
     for number, item in enumerate(items):
         for part, place in _parts(item, f"input[{number}]"):
@@ -261,7 +254,6 @@ class OutputItems:
         self._pending: list[Plain] = []  # of tokens without text so far
 
     def frame(self, kind: str, **fields: Any) -> bytes:
-        """The frame of one event, with the next sequence number."""
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return named(kind, event)
@@ -288,7 +280,6 @@ class OutputItems:
                 yield from self._call(part)
 
     def close(self, status: Status) -> Iterator[bytes]:
-        """End the open item, if there is one."""
         item = self._open
         if item is None:
             return

@@ -29,6 +29,7 @@ MAX_SALT_CHARS = 1024
 MAX_SLOT = 1023
 MAX_BREAKERS = 32
 MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
+BUDGETS = ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
 UNLIMITED = -1  # of max_tokens: until the context is full
 BANNED = -1e9  # added to a logit
 
@@ -63,8 +64,8 @@ REFUSED_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_predict", "n_predict", "max_new_tokens", "enable_thinking", "think"), ()),
     "format": ("",),
     "options": ({},),
+    **dict.fromkeys(BUDGETS, ()),
     "reasoning_budget": (-1,),
-    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens"), ()),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
     **dict.fromkeys(("guided_grammar", "json_schema", "grammar", "ebnf", "regex"), ()),
 }
@@ -169,29 +170,24 @@ class SamplingFields(SamplerFields, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def resolve(self) -> None:
-        """Raise InvalidRequestError for fields that do not go together."""
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError.of("prompt_logprobs", "goes with answers in one piece.")
 
     @property
     def wants_timings(self) -> bool:
-        """Whether the end of each choice says where its time went."""
         return bool(self.timings or self.timings_per_token)
 
     @property
     def wants_progress(self) -> bool:
-        """Whether a stream says how far the prompt is."""
         return bool(self.stream and self.return_progress)
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
         options = self.stream_options
         return bool(options and options.include_usage)
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every event of a stream has the token counts so far."""
         return self.wants_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
@@ -207,9 +203,6 @@ def sampling_params(fields: SamplerFields, model: ServedModel, **others: Any) ->
     Args:
         fields: of the request. Fields that it leaves out are the model's defaults.
         others: further values, by their names in SamplingParams.
-
-    Raises:
-        InvalidRequestError: a value out of range.
     """
     given = {name: getattr(fields, name) for name in _SAMPLING}
     values = {name: value for name, value in given.items() if value is not None}
@@ -297,11 +290,7 @@ class ConstraintFields(SamplingFields, kw_only=True):
 
 
 def constraint(fields: ConstraintFields) -> GrammarSpec | None:
-    """The constraint that a request names; None: any text.
-
-    Raises:
-        InvalidRequestError: it is invalid, or there are two.
-    """
+    """The one constraint that a request names; None: any text."""
     given = {name: getattr(fields, name) for name in _READERS}
     grammars = {
         name: read_form(value, name, _READERS[name])
@@ -333,19 +322,16 @@ def _schema(value: Any, *, place: str) -> GrammarSpec:
 
 
 def ollama_format(value: Any, *, place: str) -> GrammarSpec | None:
-    """Ollama's format: "json" or a schema; "" is none."""
     if value == "":
         return None
     return spec.json_object(place=place) if value == "json" else _schema(value, place=place)
 
 
 def _grammar(value: Any, *, place: str) -> GrammarSpec | None:
-    """llama.cpp's grammar; "" is none."""
     return None if value == "" else spec.lark(value, place=place)
 
 
 def _structured(value: Any, *, place: str) -> GrammarSpec | None:
-    """vLLM's structured_outputs: one of a few keys."""
     if not isinstance(value, Mapping):
         raise InvalidRequestError.of(place, "is no object.")
     given = {key: inner for key, inner in value.items() if inner is not None and inner is not False}

@@ -37,7 +37,6 @@ class TokenizeRequest(RequestBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
     def resolve(self) -> None:
-        """Raise InvalidRequestError unless there is either a text or a conversation."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Send either prompt or messages.", param="prompt")
 
@@ -50,7 +49,6 @@ class DetokenizeRequest(RequestBody, kw_only=True):
 
 
 def read(body: TokenizeRequest) -> ChatInput:
-    """The conversation of a request. Takes a while."""
     check_tools(body.tools)
     fields = template_fields(body)
     return ChatInput(

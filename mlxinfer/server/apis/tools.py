@@ -44,7 +44,6 @@ TEXTS = frozenset(  # types of parts in messages of OpenAI's APIs
 
 
 def check_tools(tools: list[Any] | None, choice: Any = None) -> None:
-    """Raise InvalidRequestError for too many tools, or too large ones."""
     if tools and len(tools) > MAX_TOOLS:
         raise InvalidRequestError(
             f"{len(tools)} tools; at most {MAX_TOOLS} are accepted.", param="tools"
@@ -124,12 +123,7 @@ class DeclaredTools:
     skipped: list[str] = field(default_factory=list)
 
     def choose(self, choice: str | Plain | None) -> str | Plain:
-        """The tool_choice in the form of chat completions; `allowed_tools` leaves only those.
-
-        Raises:
-            InvalidRequestError: it allows a tool that is not declared.
-            UnsupportedFieldError: it demands a tool that is not callable here.
-        """
+        """The tool_choice in the form of chat completions; `allowed_tools` leaves only those."""
         if not isinstance(choice, dict):
             return "auto" if choice is None else choice
         kind = choice.get("type")
@@ -167,7 +161,6 @@ class DeclaredTools:
         return shown_name(str(named.get("name")), named.get("namespace"))
 
     def add(self, tool: Plain, path: str, namespace: str | None = None) -> None:
-        """Add the tool at `path`, or skip it; raises as `read_tools`."""
         kind = tool.get("type")
         if kind == "namespace" and namespace is None:
             name, inner = tool.get("name"), tool.get("tools")
@@ -237,11 +230,6 @@ class DeclaredTools:
 
 
 def read_tools(tools: list[Plain] | None) -> DeclaredTools:
-    """The tools of a request to the responses API. Takes a while.
-
-    Raises:
-        InvalidRequestError: a tool is incomplete, or all of them are too large.
-    """
     check_tools(tools)
     declared = DeclaredTools()
     for number, tool in enumerate(tools or ()):
@@ -289,12 +277,6 @@ def custom_input(arguments: str) -> str:
 
 
 def part_text(kind: str, text: str | None, path: str, kinds: Container[str] = TEXTS) -> str:
-    """The text of a part of a message.
-
-    Raises:
-        UnsupportedFieldError: the part is none of `kinds`, which are texts.
-        InvalidRequestError: it has no text.
-    """
     if kind not in kinds:
         raise not_text(kind, path)
     if text is None:
@@ -311,11 +293,7 @@ def not_text(kind: str, path: str) -> UnsupportedFieldError:
 
 
 def texts_of(given: Prompts, name: str, most: int) -> dict[str, str | list[int]]:
-    """The texts of a field, each with its place in the request.
-
-    Raises:
-        InvalidRequestError: there is none, there are more than `most`, or ids are mixed with texts.
-    """
+    """The texts of a field, each with its place in the request."""
     if isinstance(given, str) or (given and all(type(item) is int for item in given)):
         return {name: given}  # type: ignore[dict-item]  # a text, or ids
     if not 0 < len(given) <= most:
@@ -342,12 +320,7 @@ def text_part(text: str) -> Plain:
 
 
 def url_part(url: str | None, detail: str | None, path: str) -> Plain:
-    """The part of a picture with a data: URL, or with an http URL.
-
-    Raises:
-        PictureError: it is no such URL, or its data are no base64.
-        UnsupportedFieldError: a picture that was uploaded before.
-    """
+    """The part of a picture with a data: URL, or with an http URL."""
     if url is None:
         raise UnsupportedFieldError.of(path, "has no image_url; uploaded files are not kept here.")
     if url.startswith("data:"):
@@ -362,7 +335,6 @@ def url_part(url: str | None, detail: str | None, path: str) -> Plain:
 
 
 def video_part(url: str | None, detail: str | None, path: str) -> Plain:
-    """The part of a video with a data: URL; raises PictureError for another URL."""
     if url is None or not url.startswith("data:"):
         raise PictureError.of(path, "is no URL of data; send data:video/mp4;base64, and the video.")
     return {
@@ -374,7 +346,6 @@ def video_part(url: str | None, detail: str | None, path: str) -> Plain:
 
 
 def base64_part(data: str, path: str) -> Plain:
-    """The part of a picture in base64; raises PictureError where it is none."""
     return _image(from_base64(data, place=path), path)
 
 

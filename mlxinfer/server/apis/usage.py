@@ -43,7 +43,6 @@ def reuse_details(reuse: Record | None, is_asked: bool | None) -> Plain:
 
 
 def progress_of(progress: PromptProgress) -> Plain:
-    """How far the prompt of an answer is computed, in llama.cpp's names."""
     return {
         "total": progress.total,
         "cache": progress.cached,  # they are processed from the beginning
@@ -148,7 +147,6 @@ class LogprobsWriter:
         self._lists: dict[str, list[Any]] = {name: [] for name in LISTS}
 
     def add(self, token_id: int, score: TokenLogprobs | None) -> None:
-        """Add one token; `score` is None for the first one of a prompt."""
         lists = self._lists
         lists["text_offset"].append(self._offset)
         lists["token_logprobs"].append(None if score is None else _finite(score.logprob))
@@ -158,7 +156,6 @@ class LogprobsWriter:
             self._offset += self._num_characters(token_id)
 
     def take(self) -> Plain:
-        """The entries added since the last call."""
         lists, self._lists = self._lists, {name: [] for name in LISTS}
         return lists
 

@@ -88,20 +88,17 @@ class RunningAnswer:
         )
 
     def take(self, frames: bytes) -> None:
-        """Take in chunks of a chat completion."""
         for frame in frames.split(b"\n\n"):
             if frame.startswith(_FRAME):
                 self._take_chunk(msgspec.json.decode(frame[len(_FRAME) - 1 :]))
         self._tell()
 
     def end(self, **details: Any) -> None:
-        """Note that nothing is added any more, and why."""
         self._generated, self.waiting = True, None
         del self.details["grows"]
         self.details.update(details)
 
     def close(self) -> None:
-        """No further event comes."""
         self._ended = True
         self._tell()
 
@@ -145,7 +142,6 @@ class RunningAnswer:
         return {"for": "turn"} if progress is None else {**self.waiting, **progress}
 
     async def cancel(self) -> None:
-        """End the answer where it is, and wait until it is stored."""
         assert self.task is not None
         if not self._generated:
             self.task.cancel()
@@ -201,18 +197,13 @@ def _add_call(calls: list[Plain], piece: Mapping[str, Any]) -> None:
 
 
 class Owners:
-    """Owners by API key, noted in the history when a key is first seen.
-
-    Args:
-        history: of the server; None: it keeps none.
-    """
+    """Owners by API key, noted in the history when a key is first seen."""
 
     def __init__(self, history: History | None) -> None:
         self._history = history
         self._named: set[ApiKey] = set()  # keys whose owners the file knows
 
     async def of(self, call: Call) -> str:
-        """The owner of the request's key; "" without keys."""
         key = call.key
         if key is None:
             return ""
@@ -257,7 +248,6 @@ class AnswerRoutes:
         return {"id": running.id, "stopped": True}
 
     def running(self, owner: str) -> dict[str, str]:
-        """The messages that grow now, by conversation."""
         return {
             running.conversation: id
             for (whose, id), running in self._running.items()
@@ -281,7 +271,6 @@ class AnswerRoutes:
         )
 
     async def _found(self, call: Call, answers: Mapping[Place, RunningAnswer]) -> RunningAnswer:
-        """The running answer that the path names; raises HttpError if there is none."""
         id = call.path_params["id"]
         running = answers.get((await self._owners.of(call), id))
         if running is None:

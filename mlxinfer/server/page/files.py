@@ -42,16 +42,13 @@ class PageFile:
 
     @cached_property
     def version(self) -> str:
-        """The SHA-256 of the content, in part."""
         return hashlib.sha256(self.content).hexdigest()[:32]
 
     @cached_property
     def compressed(self) -> bytes | None:
-        """The content by gzip; None: it would not be smaller."""
         return None if self.suffix == ".woff2" else gzip.compress(self.content, mtime=0)
 
     def reply(self, call: Call) -> Body:
-        """The file, compressed where the browser takes that; 304 where the browser has it."""
         etag = f'"{self.version}"'.encode()
         forever = call.query.get("v") == self.version
         headers = [

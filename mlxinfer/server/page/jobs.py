@@ -73,7 +73,6 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether it will not go on."""
         return self.state in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,16 +91,12 @@ class Jobs:
         self._lock = threading.Lock()
 
     def all(self) -> list[Job]:
-        """The newest first."""
         return list(self._jobs.values())[::-1]
 
     def start(self, job: Job) -> Job:
         """Run a job; one of the same kind and name that is paused goes on instead.
 
         It takes the place of one of the same kind and name that failed.
-
-        Raises:
-            InvalidRequestError: too many run.
         """
         with self._lock:
             same = [j for j in self._jobs.values() if (j.kind, j.name) == (job.kind, job.name)]
@@ -147,7 +142,6 @@ class Jobs:
         return job
 
     def close(self) -> None:
-        """Interrupt what runs; its work so far is kept."""
         for job in self.all():
             self._interrupt(job, JobState.PAUSED)
 

@@ -75,7 +75,6 @@ class LibraryRoutes:
         self._workers = Workers(4)  # the hub may take long, and texts of requests are not to wait
 
     def close(self) -> None:
-        """Interrupt downloads and conversions; they can go on later."""
         self._jobs.close()
         self._workers.close()
 
@@ -234,7 +233,6 @@ class LibraryRoutes:
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     def _remember(self, names: Sequence[str]) -> None:
-        """Store the names in one step; a folder that cannot be written costs the memory alone."""
         place = self._library.added
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +260,6 @@ class LibraryRoutes:
         return sorted(entry for entry in folder.iterdir() if (entry / "config.json").is_file())
 
     def _source(self, name: str) -> str:
-        """The folder or repository of a model on this disk; raises ModelNotFoundError."""
         for folder in self._conversions():
             if folder.name == name:
                 return str(folder)

@@ -197,11 +197,7 @@ class ToolRoutes:
         return {"data": self._tools.schemas, "allowed": allowed, "failures": failures}
 
     async def call(self, call: Call, body: ToolCallFields) -> Plain:
-        """The text that a tool gives.
-
-        Raises:
-            HttpError: the config file does not allow the tool, and nobody has agreed to the call.
-        """
+        """The text that a tool gives."""
         if not (body.consent or self._tools.allows(body.name)):
             raise HttpError(
                 "consent_required",
@@ -218,7 +214,6 @@ class ToolRoutes:
         )
 
     def close(self) -> None:
-        """End the servers of tools."""
         self._tools.close()
         self._workers.close()
 
@@ -277,7 +272,6 @@ class PageRoutes:
         return {"name": body.name, "text": text}
 
     def routes(self) -> tuple[Route, ...]:
-        """The routes of this server's page."""
         routes: tuple[Route, ...] = (
             Route("GET", "/page/features", self.features),
             Route("GET", "/admin/settings", self.settings, "admin"),

@@ -10,17 +10,3 @@ from .generic import generic_messages
 from .known import FORMATS, GENERIC, detect_tools, tool_format
 from .schema import Tool, Toolbox
 from .use import ToolUse
-
-__all__ = [
-    "FORMATS",
-    "GENERIC",
-    "Tool",
-    "ToolFormat",
-    "ToolParser",
-    "ToolUse",
-    "Toolbox",
-    "WrittenCall",
-    "detect_tools",
-    "generic_messages",
-    "tool_format",
-]

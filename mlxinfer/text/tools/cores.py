@@ -61,12 +61,7 @@ class CallCore(ABC):
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
     ) -> Parse[None]:
-        """Read one call and end it; raise Malformed where there is none.
-
-        Args:
-            bare: only a declared name distinguishes a call from text.
-            opened: the first character has been read.
-        """
+        """Read one call and end it; raise Malformed where there is none."""
 
     @abstractmethod
     def rule(self, lark: Lark, tools: Toolbox) -> str:
@@ -332,7 +327,6 @@ class ParameterCore(CallCore):
         return lark.one_of([call(tool) for tool in tools.alternatives()])
 
     def _type_of(self, tool: Tool, name: str) -> str:
-        """Return the word for a parameter's type, "" where types are not written."""
         string, number = self.type_words
         types = tool.types_of(name) or {"string"}
         if not string or "string" in types:

@@ -40,7 +40,6 @@ class CallWriter:
         self.new_id = new_id
 
     def require_known(self, name: str) -> None:
-        """Raise Malformed unless a declared tool has this name."""
         if name not in self.tools:
             raise Malformed(f"no tool is called {name}")
 
@@ -87,7 +86,6 @@ class WrittenCall:
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> "WrittenCall":
-        """Return a call of a message, in OpenAI's form."""
         function = call.get("function", call)
         return cls(str(function.get("name")), function.get("arguments"), str(call.get("id") or ""))
 
@@ -128,11 +126,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
-        """Read one call or several. Their `mark` has just been read.
-
-        Raises:
-            Malformed: what was read since the last complete call is text after all.
-        """
+        """Read one call or several. Their `mark` has just been read."""
 
     @abstractmethod
     def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
@@ -197,7 +191,6 @@ class ToolParser:
         self.text_end = 0  # the number of characters up to the last text that is no call
 
     def another(self, new_id: Callable[[], str] | None = None) -> "ToolParser":
-        """Return a new parser of the same calls, for a text that need not be one."""
         return ToolParser(self._format, self._calls.tools, new_id=new_id or self._calls.new_id)
 
     def push(self, text: str) -> tuple[Part, ...]:

@@ -32,21 +32,12 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 def with_schemas(tools: Sequence[Any]) -> list[Any]:
-    """The tools in OpenAI's form: each function by its schema, others as they are.
-
-    Raises:
-        InvalidRequestError: a function has no docstring, or an argument without a type hint, with a
-            hint that no schema says, or without a description.
-    """
+    """The tools in OpenAI's form: each function by its schema, others as they are."""
     return [tool_of(tool) if callable(tool) else tool for tool in tools]
 
 
 def tool_of(function: Callable[..., Any]) -> Schema:
-    """A function as a tool: {"type": "function", "function": {...}}.
-
-    Raises:
-        InvalidRequestError: see `with_schemas`.
-    """
+    """A function as a tool: {"type": "function", "function": {...}}."""
     name = getattr(function, "__name__", None) or type(function).__name__
     sections = _sections(inspect.getdoc(function) or "")
     description = sections.get("", "")

@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..samples import SYSTEM, samples_of
-from ..template import ChatTemplate, around, joined
+from ..template import around, joined
 from .format import WrittenCall
 from .known import GENERIC
 
@@ -30,15 +29,13 @@ For several calls write one after the other. The results come between <tool_resp
 
 
 def generic_messages(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> Messages:
     """Return messages in which tools, calls and results are text.
 
-    The tools stand in the system message, or in the first message of the user where the template
-    writes no system message. Results are messages of the user; messages of the user that follow
-    each other become one, since many templates demand that user and assistant take turns.
+    The tools stand in the system message, which `Forms.apply` moves where a template writes none.
+    Results are messages of the user; messages of the user that follow each other become one, since
+    many templates demand that user and assistant take turns.
 
     Args:
         messages: as text, with "tool_calls" and messages of the role "tool".
@@ -54,7 +51,7 @@ def generic_messages(
             chat[-1] = {**chat[-1], "content": content}
         else:
             chat.append(plain)
-    return _instructed(template, chat, tools) if tools else chat
+    return _instructed(chat, tools) if tools else chat
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,24 +68,10 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "content": joined(content, calls_text) if content else calls_text}
 
 
-def _instructed(
-    template: ChatTemplate, chat: Messages, tools: Sequence[Mapping[str, Any]]
-) -> Messages:
+def _instructed(chat: Messages, tools: Sequence[Mapping[str, Any]]) -> Messages:
     signatures = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     text = _INSTRUCTIONS.format(signatures="\n".join(signatures))
-    has_system = chat[0]["role"] in ("system", "developer")
-    if has_system:
-        content = around(chat[0].get("content"), after=f"\n\n{text}")
-        return [{**chat[0], "content": content}, *chat[1:]]
-    if _writes_system(template):
+    if chat[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *chat]
-    place = next((i for i, message in enumerate(chat) if message["role"] == "user"), None)
-    if place is None:
-        return [{"role": "user", "content": text}, *chat]
-    content = around(chat[place].get("content"), f"{text}\n\n")
-    return [*chat[:place], {**chat[place], "content": content}, *chat[place + 1 :]]
-
-
-def _writes_system(template: ChatTemplate) -> bool:
-    """Whether the template writes a system message; several refuse it, or leave it out."""
-    return SYSTEM in (samples_of(template)["system"] or "")
+    content = around(chat[0].get("content"), after=f"\n\n{text}")
+    return [{**chat[0], "content": content}, *chat[1:]]

@@ -50,13 +50,7 @@ class WrittenCalls:
 
 
 def written_calls(tokenizer: Tokenizer) -> WrittenCalls | None:
-    """Return how the tokenizer's chat template writes calls; None where it writes none.
-
-    None too where it does not write the result of a call.
-
-    Raises:
-        TemplateError: the template does not end, see `samples_of`.
-    """
+    """Return how the tokenizer's chat template writes calls; None where it writes none."""
     assert tokenizer.template is not None
     samples = samples_of(tokenizer.template)
     plain = samples["plain"]
@@ -133,11 +127,7 @@ def _parsed(format: ToolFormat, text: str) -> list[Call] | None:
 
 
 def _split(head: str, gap: str | None, tail: str) -> CallSyntax:
-    """Return the marks around calls.
-
-    Args:
-        gap: text between two calls; None: there is one call only.
-    """
+    """Return the marks around calls."""
     if gap is None:
         return CallSyntax((head, tail), ("", ""), single=True)
     end = _common_start(tail, gap)

@@ -225,11 +225,7 @@ def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
 
 
 def require_template(template: ChatTemplate | None, format: ToolFormat) -> None:
-    """Raise TemplateError unless tools can be presented to the model, in its template or as text.
-
-    Args:
-        format: how it writes calls; a form that only a template can ask for needs one with tools.
-    """
+    """Raise TemplateError unless tools can be presented to the model."""
     if template is None:
         raise TemplateError(
             "The model has no chat template, which tools need; leave `tools` out, or use a model "

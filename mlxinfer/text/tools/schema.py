@@ -256,9 +256,6 @@ class Toolbox:
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> "Toolbox":
         """Return the tools of a request: OpenAI's {"type": "function", "function": {...}}, or inner
         objects.
-
-        Raises:
-            InvalidRequestError: a tool is no function, has no name, or the name of another.
         """
         parsed = [_parse(tool, place) for place, tool in enumerate(tools)]
         seen: set[str] = set()

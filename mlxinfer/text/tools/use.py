@@ -43,11 +43,6 @@ class ToolUse:
             format: found by `detect_tools`, or named by the user.
             choice: "auto" (also None), "none" (the tools are not even in the prompt), "required",
                 or {"type": "function", "function": {"name": ...}}.
-            parallel: several calls may be made.
-
-        Raises:
-            InvalidRequestError: a tool or the choice is invalid.
-            TemplateError: the model has no template, or one that cannot ask for this format.
         """
         if not isinstance(tools, (Sequence, NoneType)):  # an iterator could be read only once
             raise InvalidRequestError(

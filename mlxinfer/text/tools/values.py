@@ -99,7 +99,6 @@ def read_value(reader: TextReader) -> Parse[str]:
 
 
 def read_string(reader: TextReader) -> Parse[str]:
-    """Read a string; return its value. Raise Malformed past MAX_KEY characters."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
     text = "".join(pieces)
@@ -186,7 +185,6 @@ def within_quotes(text: str) -> str:
 
 
 def python_to_json(text: str) -> str | None:
-    """Return the JSON of a text that is one Python literal, None for any other text."""
     reader = TextReader.of(text.strip())
     pieces: list[str] = []
     try:
@@ -247,7 +245,6 @@ def _copy_python_string(reader: TextReader, emit: Emit) -> Parse[None]:
 
 
 def _json_of_literal(text: str) -> str:
-    """Return the JSON of a Python literal; raise Malformed for any other text."""
     try:
         value = _value_of(ast.parse(text.strip(), mode="eval").body)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -258,7 +255,6 @@ def _json_of_literal(text: str) -> str:
 
 
 def _value_of(node: ast.expr) -> object:
-    """Return the value of a literal; raise ValueError for an expression to be computed."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value

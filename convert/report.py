@@ -105,7 +105,7 @@ _WORST = 5
 
 
 def write_card(folder: Path, report: ConversionReport, source: SourceModel) -> None:
-    text = "\n".join([*_front(report, source), *_body(report)])
+    text = "\n".join([*_front(source), *_body(report)])
     write_file(folder / "README.md", text.encode())
 
 
@@ -115,7 +115,7 @@ _OURS = (
 )  # fmt: skip
 
 
-def _front(report: ConversionReport, source: SourceModel) -> list[str]:
+def _front(source: SourceModel) -> list[str]:
     """The lines in front of the card, which the hub reads: the source's, made true for this."""
     origin = source.origin
     stated = origin.card.get("tags")

@@ -135,7 +135,7 @@ class ModelAdapters:
                 _require_finite(broken, adapter)
                 yield
                 self._make_room(wanted)  # `remove` of another takes away those that are empty
-            made = self._low_rank(index, target, placed, tensors, adapter)
+            made = self._low_rank(index, target, placed, tensors)
             if not made.is_finite:
                 broken += [placement.module.path for placement in placed]
             self._adapted[index].add(number, made)
@@ -195,7 +195,6 @@ class ModelAdapters:
         target: AdapterTarget,
         placed: Sequence[Placement],
         tensors: Mapping[str, FileTensor],
-        adapter: AdapterFolder,
     ) -> LowRank:
         rank, count = _rank_of(placed), target.num_experts or 1
         sides: list[mx.array] = []
@@ -203,7 +202,7 @@ class ModelAdapters:
         gain: list[mx.array] = []
         for part, source in enumerate(target.sources):
             pairs = [
-                _pair(placement, source, tensors, target, adapter)
+                _pair(placement, source, tensors, target)
                 for placement in placed
                 if placement.part == part
             ]
@@ -316,7 +315,6 @@ def _pair(
     source: SourceRows,
     tensors: Mapping[str, FileTensor],
     target: AdapterTarget,
-    adapter: AdapterFolder,
 ) -> _Pair:
     module = placement.module
     a, b = (tensors[name].read().astype(mx.float32) for name in (module.a, module.b))

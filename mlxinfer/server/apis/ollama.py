@@ -242,10 +242,8 @@ async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
         await call.model(name)
     reason = "unload" if body.unloads else "load"
     empty = {"message": {"role": "assistant", "content": ""}} if chats else {"response": ""}
-    return {
-        **{"model": body.model, "created_at": _now(), **empty},
-        **{"done": True, "done_reason": reason},
-    }
+    said = {"model": body.model, "created_at": _now(), **empty}
+    return said | {"done": True, "done_reason": reason}
 
 
 async def _answer(

@@ -30,6 +30,9 @@ _COMMON = {
 
 
 _SEES_AHEAD, _SOFT_CAP = "use_bidirectional_attention", "attn_logit_softcapping"
+# For these null means the family's default, as in transformers. For windows and caps it means that
+# there is none, and for sizes of heads that they follow from others.
+_NEVER_NULL = ("rope_theta", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor")
 
 NOTHING = StateSpec(())  # what a layer without a cache keeps
 
@@ -209,7 +212,9 @@ def _completed(fields: Fields, family: Any) -> Fields:
     assumed = {**_COMMON, **family.defaults}
     if fields.get("rope_parameters") is not None:
         assumed.pop("rope_scaling", None)
-    stated = {key: value for key, value in fields.values.items() if key not in family.ignored}
+    unsaid = {key for key in _NEVER_NULL if key in family.defaults and fields.get(key) is None}
+    silent = unsaid.union(family.ignored)
+    stated = {key: value for key, value in fields.values.items() if key not in silent}
     return Fields({**assumed, **stated}, fields.where)
 
 

@@ -106,6 +106,18 @@ def test_fields_that_an_architecture_does_not_read_change_nothing(case, stated):
     assert normalise(tiny_config(case) | stated) == normalise(tiny_config(case))
 
 
+@pytest.mark.parametrize(
+    "key", ["rope_theta", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"]
+)
+def test_a_null_about_positions_is_silence(key):
+    cases = [case for case in CASES.values() if key in family(case["model_type"]).defaults]
+    for case in cases:
+        silent = {name: value for name, value in case.items() if name != key}
+        with suppress(CheckpointError):  # two versions of DeepSeek's ropes need each other
+            assert normalise(silent | {key: None}) == normalise(silent), case["model_type"]
+    assert cases
+
+
 @pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
 def test_a_window_of_qwen_has_a_size_of_its_own(case):
     config = tiny_config(case) | {"use_sliding_window": True, "max_window_layers": 2}

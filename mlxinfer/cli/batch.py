@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
 RETRY_S = 1.0  # between two tries of a request whose model finds no room beside the others
+NO_ROOM = b'"code":"overloaded"'  # in the body of such an answer
 SHOWN_PROBLEMS = 5
 START = b'{"id":"'  # of every line of answers
 URLS = (
@@ -298,7 +299,7 @@ async def _answered(app: "App", line: Line) -> BatchAnswer:
     """The answer to a request; tried again while its model finds no room beside the others."""
     while True:
         reply = await _post(app, line)
-        if reply.status_code != 503 or b"model_load_failed" in bytes(reply.body):
+        if reply.status_code != 503 or NO_ROOM not in bytes(reply.body):
             return BatchAnswer(
                 id=f"batch_req_{secrets.token_hex(12)}", custom_id=line.custom_id, response=reply
             )

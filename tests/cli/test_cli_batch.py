@@ -1,5 +1,6 @@
 """`mlxinfer batch`: every line is answered once, also by runs that are killed."""
 
+import asyncio
 import codecs
 import json
 import os
@@ -15,8 +16,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from mlxinfer import errors
+from mlxinfer.cli import batch
 from mlxinfer.cli.batch import AnswerFiles, BatchAnswer, BatchReply, check_lines, command, lines_of
-from mlxinfer.errors import InvalidRequestError, MlxinferError
+from mlxinfer.errors import InvalidRequestError, MlxinferError, OverloadedError
+from mlxinfer.server.errors import ModelLoadError, ShuttingDownError, StoreError
+from mlxinfer.server.http import OPENAI, Body, error_reply
 
 NUM_KILLS = int(os.environ.get("MLXINFER_BATCH_KILLS", "1"))
 CHAT = "/v1/chat/completions"
@@ -102,6 +107,31 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     last = subprocess.run(argv, capture_output=True, timeout=120, check=False)
     assert last.returncode == 0, last.stderr.decode()
     assert answers_in(output).keys() == {item["custom_id"] for item in lines}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(OverloadedError, ModelLoadError, ShuttingDownError, StoreError, errors.EngineClosedError),
+        *(errors.RanksFailedError, errors.DeviceLostError, InvalidRequestError),
+    ],
+)
+def test_only_what_another_try_may_change_is_tried_again(
+    kind: type[MlxinferError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is gone for good ends the run: it does not ask for ever."""
+    monkeypatch.setattr(batch, "RETRY_S", 0.0)
+    replies = [error_reply(kind("why"), OPENAI)] * 3 + [Body(b"{}")]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reply, headers = replies.pop(0), [(b"x-request-id", b"r")]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": reply.content})
+
+    asked = msgspec.convert({**line(1), "body": msgspec.Raw(b"{}")}, batch.Line)
+    answered = asyncio.run(batch._answered(app, asked))
+    assert len(replies) == (0 if kind is OverloadedError else 3)
+    assert answered.response.status_code == (200 if kind is OverloadedError else kind.status)
 
 
 def test_a_file_of_answers_is_read_again(tmp_path: Path) -> None:

@@ -126,10 +126,10 @@ def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> l
         if tool.defer_loading:  # it is told at once: nothing here searches for tools
             skip(skipped, where, "defer_loading")
         refuse(f"{where}.allowed_callers", tool.allowed_callers, (["direct"],))
-        function: Plain = {"name": tool.name, **DEFINED.get(tool.type or "", {})}
+        # Templates write a function in the order of its keys: models know OpenAI's.
+        told = {"description": tool.description} if tool.description else {}
+        function: Plain = {"name": tool.name, **told, **DEFINED.get(tool.type or "", {}), **told}
         function.setdefault("parameters", tool.input_schema or {})
-        if tool.description:
-            function["description"] = tool.description
         if tool.strict:
             function["strict"] = True
         functions.append({"type": "function", "function": function})

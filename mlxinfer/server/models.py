@@ -99,6 +99,10 @@ class ModelRegistry:
     def held_bytes(self) -> int:
         return sum(slot.held_bytes for slot in self._slots)
 
+    def knows(self, name: str) -> bool:
+        """Whether a model is called exactly so, or has this alias."""
+        return name in self._by_name
+
     def find(self, name: str | None) -> ModelSlot:
         return self.resolve(name)[0]
 

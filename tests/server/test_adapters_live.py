@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
 from live_server import CHAT, LiveServer, chat, long_chat
+from test_exchanges import field_of
 
 from mlxinfer import LLM, hub
 from tests.waiting import wait_until
@@ -62,6 +63,37 @@ def test_an_adapter_is_a_model_of_its_own_name(server: LiveServer, folder: Path)
     assert alone["model"] == "demo:pirate"
     assert "mlxinfer:adapter_bytes" in server.get("/metrics").text
     assert server.post(UNLOAD, {"lora_name": "pirate"}).status_code == 200
+
+
+SHORT, OPTIONS = {"max_tokens": 8, "temperature": 0}, {"num_predict": 8, "temperature": 0}
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+SAYING: dict[str, tuple[str, dict[str, Any]]] = {  # path -> where the text stands, the body
+    CHAT: ("choices.0.message.content", chat()),
+    "/v1/completions": ("choices.0.text", {**SHORT, "prompt": "Hello"}),
+    "/completion": ("content", {**SHORT, "prompt": "Hello"}),
+    "/v1/messages": ("content.0.text", {**HELLO, **SHORT}),
+    "/v1/responses": (
+        "output.0.content.0.text",
+        {"input": "Hello", "temperature": 0, "max_output_tokens": 8},
+    ),
+    "/api/chat": ("message.content", {**HELLO, "options": OPTIONS, "stream": False}),
+    "/api/generate": ("response", {"prompt": "Hello", "options": OPTIONS, "stream": False}),
+}
+
+
+def test_each_api_answers_with_the_adapter_that_is_named(live: LiveServer) -> None:
+    assert live.post(LOAD, {"lora_name": "pirate", "lora_path": "pirate"}).status_code == 200
+    for path, (place, body) in SAYING.items():
+        names = ["demo", "demo:pirate", "pirate"]
+        if path.startswith("/api/"):  # with the tag that clients of Ollama add
+            names += ["demo:pirate:latest", "pirate:latest"]
+        replies = [live.post(path, {**body, "model": name}).json() for name in names]
+        plain, *others = (field_of(reply, place) for reply in replies)
+        assert len({*others}) == 1, (path, others)
+        assert plain not in others, path
+    listed = {model["name"] for model in live.get("/api/tags").json()["models"]}
+    assert listed == {"demo:latest", "demo:pirate"}
+    live.post(UNLOAD, {"lora_name": "pirate"})
 
 
 def test_a_running_answer_ends_with_the_adapter_that_is_unloaded(server: LiveServer) -> None:

@@ -234,7 +234,7 @@ async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
 
 
 async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
-    name = slot_of(call, body.model).entry.name
+    name = without_tag(call, body.model)
     if body.unloads:
         call.require_admin()
         await call.service.models.unload(name)
@@ -255,7 +255,7 @@ async def _answer(
     chats: bool,
 ) -> Plain | Events:
     began_s = time.monotonic()
-    model = await call.model(slot_of(call, body.model).entry.name)
+    model = await call.model(without_tag(call, body.model))
     load_s = time.monotonic() - began_s
     answers = await call.start(model, lambda: [read(model)])
     explains = bool(options.return_cached_tokens_details)
@@ -362,7 +362,7 @@ class OldEmbedAsk(RequestBody, kw_only=True):
 async def embed_texts(call: Call, body: EmbedAsk) -> Plain:
     """The vectors of texts; without texts the model is loaded (Ollama's API)."""
     began_s = time.monotonic()
-    model = await call.model(slot_of(call, body.model).entry.name)
+    model = await call.model(without_tag(call, body.model))
     loaded_s = time.monotonic()
     texts = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if texts == [""] else texts
@@ -380,7 +380,7 @@ async def embed_texts(call: Call, body: EmbedAsk) -> Plain:
 
 async def embed_text(call: Call, body: OldEmbedAsk) -> Plain:
     """The vector of a text, as the model gives it (Ollama's API)."""
-    model = await call.model(slot_of(call, body.model).entry.name)
+    model = await call.model(without_tag(call, body.model))
     texts = [body.prompt] if body.prompt else []
     _, vectors = await _vectors(call, model, texts, True, None, normalize=None)
     return {"embedding": vectors[0] if vectors else []}
@@ -419,15 +419,15 @@ class NamedModel(RequestBody, kw_only=True):
         return self.model or self.name or ""
 
 
-def slot_of(call: Call, name: str) -> ModelSlot:
-    models = call.service.models
-    plain = name.removesuffix(LATEST)
-    return models.find(plain if name not in models.names() else name)
+def without_tag(call: Call, name: str) -> str:
+    """The name of a model or adapter, which clients send with Ollama's tag or without."""
+    return name if call.service.models.knows(name) else name.removesuffix(LATEST)
 
 
 async def tags(call: Call) -> Plain:
-    """The models that requests may name (Ollama's API)."""
-    return {"models": [_tag(slot) for slot in call.service.models.slots()]}
+    """The models and adapters that requests may name (Ollama's API)."""
+    slots = call.service.models.slots()
+    return {"models": [_tag(slot, name) for slot in slots for name in (None, *slot.adapters)]}
 
 
 async def running(call: Call) -> Plain:
@@ -462,8 +462,9 @@ async def ollama_version(call: Call) -> dict[str, str]:
 
 async def show_details(call: Call, body: NamedModel) -> Plain:
     """Describe a model; loads it (Ollama's API)."""
-    model = await call.model(slot_of(call, body.called).entry.name)
-    slot, info = slot_of(call, body.called), model.session.info
+    name = without_tag(call, body.called)
+    model, slot = await call.model(name), call.service.models.find(name)
+    info = model.session.info
     able, template = model.capabilities, model.tokenizer.template
     named = {"completion": "completion", "tools": "tools", "thinking": "reasoning"}
     named |= {"embedding": "embeddings", "insert": "infill", "vision": "vision"}
@@ -523,15 +524,16 @@ async def _pulling(call: Call, name: str) -> AsyncIterator[bytes]:
     yield _line({"status": "success"})
 
 
-def _tag(slot: ModelSlot) -> Plain:
+def _tag(slot: ModelSlot, adapter: str | None = None) -> Plain:
     entry = slot.entry
-    name = entry.name if ":" in entry.name else f"{entry.name}{LATEST}"
+    called = entry.name if adapter is None else f"{entry.name}:{adapter}"
+    name = called if ":" in called else f"{called}{LATEST}"
     return {
         "name": name,
         "model": name,
         "modified_at": _written(datetime.fromtimestamp(entry.created_s, UTC)),
         "size": slot.weights_bytes,
-        "digest": _digest(entry.name),  # of the name: the files are not hashed
+        "digest": _digest(called),  # of the name: the files are not hashed
         "details": _details(slot),
     }
 

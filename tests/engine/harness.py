@@ -1,7 +1,7 @@
 """Drives the engine's loop turn by turn, without threads: a program of arrivals is exact."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,7 +21,6 @@ from mlxinfer.engine.followers import NO_FOLLOWERS, Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.proposals import Proposer
-from mlxinfer.fair import NOBODY, Tenant
 from mlxinfer.images import PlacedPicture
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
@@ -162,13 +161,10 @@ class Harness:
         grammar: Grammar | None = None,
         adapter: str | None = None,
         pictures: tuple[PlacedPicture, ...] = (),
-        boundaries: tuple[int, ...] = (),
-        tenant: Tenant = NOBODY,
+        **others: Any,
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
-        request.tenant = tenant
-        request.grammar, request.adapter, request.pictures = grammar, adapter, pictures
-        request.boundaries = boundaries
+        request = replace(request, grammar=grammar, adapter=adapter, pictures=pictures, **others)
         self.outcomes[name] = Outcome()
         self.loop.add(request, self.loop.limits.check(request))
 

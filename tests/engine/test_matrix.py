@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import hypothesis
 import pytest
@@ -49,6 +50,7 @@ from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.engine import snapshots
 from mlxinfer.engine.followers import NO_FOLLOWERS
+from mlxinfer.fair import Tenant
 from mlxinfer.images import Picture, PlacedPicture
 from mlxinfer.models.decoder import Model
 
@@ -121,6 +123,7 @@ class Asked:
     stop_ids: frozenset[int] = frozenset()
     rules: Rules | None = None
     pictures: tuple[PlacedPicture, ...] = ()
+    others: tuple[tuple[str, Any], ...] = ()  # fields of the request that change no token
 
     @property
     def length(self) -> int:
@@ -242,6 +245,19 @@ def parts_of_prompt(draw: st.DrawFn, sight: Sight | OwnSight | None) -> Parts:
     return [*until(parts, shared), *ending, unshared]
 
 
+OTHERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tenant": st.sampled_from([Tenant("a"), Tenant("b", 3.0), Tenant("a").at(1)]),
+        "priority": st.integers(-1, 2),
+        "cache_salt": st.sampled_from(["s", "t"]),
+        "page_priority": st.integers(0, 1),
+        "boundaries": st.lists(st.integers(0, 120), max_size=3).map(tuple),
+        "reports_prompt": st.booleans(),
+    },
+)
+
+
 @st.composite
 def programs(
     draw: st.DrawFn,
@@ -265,7 +281,9 @@ def programs(
         cancel = draw(st.sampled_from([None, None, None, 3, 9]))
         adapter = draw(st.sampled_from([None, None, *adapters]))
         params = SamplingParams(max_tokens=draw(st.integers(1, 20)), logprobs=2)
+        others = draw(st.none() | OTHERS)
         asked = Asked(turn, tuple(ids), params, cancel, adapter, pictures=pictures)
+        asked = replace(asked, others=tuple((others or {}).items()))
         if exact and adapter is None and draw(st.booleans()):
             ends = frozenset(draw(st.sets(st.integers(0, 95), max_size=3)))
             params = draw(params_strategy())
@@ -328,6 +346,7 @@ def play(
                     grammar=grammars.get(str(i)),
                     adapter=asked.adapter,
                     pictures=asked.pictures,
+                    **dict(asked.others),
                 )
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))

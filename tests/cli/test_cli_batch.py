@@ -16,10 +16,16 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from mlxinfer import errors
 from mlxinfer.cli import batch
 from mlxinfer.cli.batch import AnswerFiles, BatchAnswer, BatchReply, check_lines, command, lines_of
-from mlxinfer.errors import InvalidRequestError, MlxinferError, OverloadedError
+from mlxinfer.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    InvalidRequestError,
+    MlxinferError,
+    OverloadedError,
+    RanksFailedError,
+)
 from mlxinfer.server.errors import ModelLoadError, ShuttingDownError, StoreError
 from mlxinfer.server.http import OPENAI, Body, error_reply
 
@@ -112,8 +118,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(OverloadedError, ModelLoadError, ShuttingDownError, StoreError, errors.EngineClosedError),
-        *(errors.RanksFailedError, errors.DeviceLostError, InvalidRequestError),
+        *(OverloadedError, ModelLoadError, ShuttingDownError, StoreError, EngineClosedError),
+        *(RanksFailedError, DeviceLostError, InvalidRequestError),
     ],
 )
 def test_only_what_another_try_may_change_is_tried_again(

@@ -69,11 +69,7 @@ def read_by_mlx_lm(source: SourceModel, model: ModelConfig) -> bool:
 
 
 def passed_over(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """The keys of a language model's config that its definition in mlx-lm does not read.
-
-    Args:
-        config: as it is written.
-    """
+    """The keys of a language model's config that its definition in mlx-lm does not read."""
     return list(dict.fromkeys(_passed_over(config, model)))
 
 
@@ -117,11 +113,7 @@ def asked_for(model: ModelConfig) -> dict[str, Any]:
 
 
 def respelled(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Keys that a definition reads in one spelling only, in place of the same in another one.
-
-    Args:
-        config: of the language model, with all other keys as they are written.
-    """
+    """Keys that a definition reads in one spelling only, in place of the same in another one."""
     if model.model_type == "gemma4_text":  # without the key it takes the size of Gemma's caps
         return {"final_logit_softcapping": config.get("final_logit_softcapping")}
     pattern = config.get("sliding_window_pattern")

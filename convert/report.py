@@ -57,7 +57,6 @@ class ConversionReport:
 def make_report(
     source: SourceModel, plan: ConversionPlan, tensors: list[dict[str, Any]], *, compared: bool
 ) -> ConversionReport:
-    """Without logits, which come last."""
     return ConversionReport(
         source=source.label,
         source_format=source.format,

@@ -46,7 +46,6 @@ class ChatSession:
 
     @property
     def llm(self) -> Any:
-        """The model, loaded when it is first needed."""
         if self._llm is None:
             self._llm = self._opened(self.model)
         return self._llm
@@ -132,7 +131,6 @@ class ChatSession:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls of the last answer, which wait for their results."""
         if self.tools is None or self.last is None:
             return ()
         return tuple(call for call in self.last.tool_calls if call.complete)
@@ -184,13 +182,11 @@ class ChatSession:
         self.videos.append(path)
 
     def clear(self) -> None:
-        """Begin another conversation; a stored one stays stored."""
         self.messages.clear()
         if self.log is not None:
             self.log.begin()
 
     def _opened(self, model: str) -> Any:
-        """Return the loaded model; raise unless it has a chat template."""
         llm = self.open_model(model)
         if llm.model_info.chats:
             return llm

@@ -151,7 +151,6 @@ def guarded(run: Callable[[], object]) -> int:
 
 
 def report(error: Exception) -> int:
-    """Write `error: …` and a hint to stderr, and return the exit code for the error."""
     if isinstance(error, click.ClickException):
         context = error.ctx if isinstance(error, click.UsageError) else None
         if context is not None and error.message == context.get_help():

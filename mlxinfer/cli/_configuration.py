@@ -227,7 +227,6 @@ def _held_bytes(folder: Path, options: EngineOptions) -> int:
 
 
 def folder_of(requested: RequestedModel, server: Mapping[str, Any]) -> Path:
-    """Return the folder of a model, as `entry_of` opens it."""
     return _folder(requested, checked_settings(requested, server)[0])
 
 
@@ -238,7 +237,6 @@ def _folder(requested: RequestedModel, options: EngineOptions) -> Path:
 def checked_settings(
     requested: RequestedModel, server: Mapping[str, Any]
 ) -> tuple[EngineOptions, dict[str, Any]]:
-    """Return options of a model's engine and of the model; wrong ones are wrong usage."""
     from ..text.tools import tool_format as find_tool_format
 
     settings = {**{name: server.get(name) for name in OWN_NAMES}, **own_settings(requested)}
@@ -303,7 +301,6 @@ def _of_table(name: str, config: ConfigFile, *, preload: bool) -> RequestedModel
 
 
 def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Path]]:
-    """Return the adapters of --adapter by model and name; wrong ones are wrong usage."""
     from ..session.session import check_adapter_name
 
     adapters: dict[str, dict[str, Path]] = {}

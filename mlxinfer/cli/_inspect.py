@@ -89,7 +89,6 @@ def summarise(folder: Path) -> Summary:
 
 
 def _model_type(folder: Path) -> str | None:
-    """Return the config's model_type, None if it cannot be read."""
     try:
         model_type = read_json(folder / "config.json").get("model_type")
     except CheckpointError:

@@ -96,7 +96,6 @@ class MarkdownStream:
         self._open = ""
 
     def _print(self, text: str) -> None:
-        """Erase the open block and print `text` permanently."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -221,7 +221,6 @@ _DETAILS: dict[str, dict[str, Any]] = {
 
 
 def sampling_options(function: Function) -> Function:
-    """Add --max-tokens … --stop."""
     options = []
     for name, (kind, text) in SAMPLING.items():
         details: dict[str, Any] = {"multiple": True, "metavar": "TEXT"} if name == "stop" else {}
@@ -247,7 +246,6 @@ def rank_options(*, hidden: Sequence[str] = ()) -> Callable[[Function], Function
 
 
 def peer_options(function: Function) -> Function:
-    """Add --peer and --prefill-at."""
     peers = click.option(
         "--peer",
         "--peers",  # in the config file
@@ -284,7 +282,6 @@ def _flag_help(name: str) -> str:
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of SamplingParams that were given; a value out of range is wrong usage."""
     given = {name: options[name] for name in SAMPLING if options[name] not in (None, ())}
     try:
         SamplingParams(**given)

@@ -110,14 +110,7 @@ def extent_here() -> Extent:
 
 
 def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
-    """Run every part and write `path`, and the page of Markdown beside it.
-
-    Args:
-        path: a name that ends with .json.
-
-    Returns:
-        The report. `ok` says whether nothing failed.
-    """
+    """Run every part and write `path`, and the page of Markdown beside it."""
     if path.suffix != ".json":
         raise InvalidRequestError(f"{path} is no name of a report: it must end with .json.")
     with tempfile.TemporaryDirectory(prefix="mlxinfer-report-") as folder:
@@ -424,7 +417,6 @@ def limits(summary: Summary, context: int, batch: int) -> Data:
 
 
 def this_mac() -> Machine | None:
-    """This machine, where its chip is in the table."""
     chip = mx.device_info().get("device_name", "")
     try:
         return machine(f"{chip} {round(total_memory_bytes() / 2**30)}GB")

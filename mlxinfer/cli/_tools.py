@@ -106,11 +106,7 @@ class JoinedTools:
 
 
 def conversation_tools(config: ConfigFile, functions: Path | None) -> JoinedTools | None:
-    """Run a file of functions, and connect to the MCP servers of a config file.
-
-    Returns:
-        None: there is neither. Servers that fail are noted.
-    """
+    """Run a file of functions, and connect to the MCP servers of a config file."""
     sources: list[Tools] = [] if functions is None else [FunctionTools(functions)]
     servers = open_tools(config)
     if servers is not None:

@@ -142,14 +142,7 @@ def command(
 def converse(
     session: ChatSession, read: Reader, console: "Console", *, thoughts: bool = True
 ) -> int:
-    """Read, run and show turns until the user leaves. An error ends only its turn.
-
-    Args:
-        thoughts: whether they are shown.
-
-    Returns:
-        The number of failed turns.
-    """
+    """Read, run and show turns until the user leaves. An error ends only its turn."""
     default, interrupts, num_failed = "", 0, 0
     while True:
         try:
@@ -373,7 +366,6 @@ def terminal_reader(commands: Iterable[str]) -> Reader:
 
 
 def _open_history() -> "History":
-    """Return the history in its file, or in memory if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class Forgiving(FileHistory):

@@ -111,7 +111,6 @@ def serve_context(arguments: list[str]) -> click.Context:
 
 
 def _words(value: Any) -> str:
-    """Return a value as a user would write it, `-` for none."""
     if isinstance(value, list):
         return " ".join(map(str, value)) or "-"
     if isinstance(value, bool):

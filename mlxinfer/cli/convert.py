@@ -113,7 +113,6 @@ def _recipe_name(given: dict[str, Any]) -> str:
 
 
 def _texts(given: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return texts for calibration, and a separate part of them for comparing logits; or None."""
     from ..convert.calibration.texts import read_text
 
     name = given["calibration"] or ("none" if given["fast"] else None)
@@ -129,7 +128,6 @@ _EXCLUSIVE = (("recipe", "bits"), ("target_bpw", "target_size"), ("resume", "res
 
 
 def check_usage(given: dict[str, Any]) -> None:
-    """Refuse options that contradict each other or would be ignored, as wrong usage."""
     for one, other in _EXCLUSIVE:
         if given[one] and given[other]:
             raise click.UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other.")

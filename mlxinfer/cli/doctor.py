@@ -60,7 +60,6 @@ def system() -> Check:
 
 
 def mlx() -> Check:
-    """Whether MLX loads, its version and its devices."""
     require_mlx()
     from importlib.metadata import version
 

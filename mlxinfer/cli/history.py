@@ -161,12 +161,7 @@ def owner(history: History) -> str:
 
 
 def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
-    """Return the log of a new conversation, or of one that goes on.
-
-    Args:
-        continued: beginning of a conversation's id, or `last`; None: a new conversation.
-        keep: store what is said.
-    """
+    """Return the log of a new conversation, or of one that goes on."""
     if continued is None and default_place() is None:
         return None
     try:
@@ -255,11 +250,7 @@ class ChatLog:
             return None
 
     def messages(self, *, sees: bool) -> list[dict[str, Any]]:
-        """Return the messages for a model: questions with their files, and answers.
-
-        Args:
-            sees: whether the model does; questions then have the `images` that are still kept.
-        """
+        """Return the messages for a model: questions with their files, and answers."""
         messages = []
         for message in self._branch:
             said: dict[str, Any] = {"role": message.role}

@@ -319,7 +319,6 @@ def service_of(
     requested: Sequence[RequestedModel],
     options: dict[str, Any],
 ) -> "tuple[ServerState, PageRoutes]":
-    """Return the state of a server, with no model loaded yet, and the routes of its page."""
     from ..server.service import ServerState
 
     keep_history, allow_pull = options.pop("history"), options.pop("allow_pull")
@@ -334,7 +333,6 @@ def service_of(
 
 
 def ready_text(service: "ServerState", urls: Sequence[str]) -> str:
-    """Return the lines that say where the server listens."""
     names, places = ", ".join(service.models.names()), " and ".join(f"{url}/v1" for url in urls)
     return f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {urls[0]}"
 
@@ -361,8 +359,6 @@ def server_config(options: dict[str, Any]) -> "ServerConfig":
 
 
 def entry_maker(options: dict[str, Any]) -> "Callable[[str, str], RegistryEntry]":
-    """Return what makes an entry of (name, source) with the server's engine options."""
-
     def entry(name: str, source: str) -> "RegistryEntry":
         given = ModelEntry(source=source)
         requested = RequestedModel(name=name, place=name, entry=given, preload=False)
@@ -409,7 +405,6 @@ def with_aliases(
 
 
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "ModelRegistry":
-    """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
     from ..server.models import ModelRegistry
 
     with wrong_usage():
@@ -518,7 +513,6 @@ def named_sessions(size: str | int | None, folder: Path | None) -> "NamedSession
 def response_store(
     options: dict[str, Any], weight_of: Callable[[str], float]
 ) -> "ResponseStore | None":
-    """Return the store of responses, or None; a wrong value is wrong usage."""
     from ..server.store import ResponseStore
 
     keeps, size, age = options.pop("store"), options.pop("store_size"), options.pop("store_age")

@@ -78,7 +78,6 @@ class Admission:
         return call
 
     def _victims(self, call: WaitingCall) -> list[WaitingCall]:
-        """The calls of others that make room for one; raises OverloadedError if it gets none."""
         left = list(self._calls)
         victims: list[WaitingCall] = []
         if all(other.tenant != call.tenant for other in left):

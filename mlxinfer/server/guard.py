@@ -124,7 +124,6 @@ def cors_headers(scope: Scope, config: ServerConfig) -> Headers:
 
 
 def _value(scope: Scope, name: bytes) -> str | None:
-    """The value of a header; raises HttpError if it was sent twice."""
     values = values_of(scope["headers"], name, "forbidden")
     return values[0].decode("latin-1") if values else None
 

@@ -107,7 +107,6 @@ class ApiKeys:
         return key.weight / sum(other.weight for other in self.all)
 
     def weight_of(self, owner: str) -> float:
-        """The weight of the key to which an owner's data belong; 1 for a key that has left."""
         return next((key.weight for key in self.all if key.owner == owner), 1.0)
 
     def __len__(self) -> int:
@@ -146,7 +145,6 @@ class ApiKeys:
 
 
 def _read_table(table: object, place: str) -> tuple[bytes, bool, float]:
-    """The digest of a key's table, whether the key administers the server, and its weight."""
     if not isinstance(table, dict):
         raise InvalidRequestError(f"{place}: expected a table with key or sha256.")
     given = {name.replace("-", "_"): value for name, value in table.items()}

@@ -129,7 +129,6 @@ class RecentProblems(logging.Handler):
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Listen to the server's loggers while the block runs."""
         logger = logging.getLogger("mlxinfer")
         logger.addHandler(self)
         try:

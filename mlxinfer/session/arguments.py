@@ -30,7 +30,6 @@ class ChatArguments(TextArguments, total=False):
 def text_input(
     method: str, prompt: PromptLike, params: SamplingParams | None, options: Mapping[str, Any]
 ) -> TextInput:
-    """The input of a text, from the keyword arguments of LLM's `method`."""
     arguments, sampling = _split(method, options, TextArguments)
     return TextInput(prompt=prompt, params=params, sampling=sampling, **arguments)
 
@@ -41,7 +40,6 @@ def chat_input(
     params: SamplingParams | None,
     options: Mapping[str, Any],
 ) -> ChatInput:
-    """The input of a conversation, from the keyword arguments of LLM's `method`."""
     arguments, sampling = _split(method, options, ChatArguments)
     variables = arguments.pop("chat_template_kwargs", None) or {}
     if variables and isinstance(variables, Mapping):  # anything else is refused by the input

@@ -212,7 +212,6 @@ class PoolingSession(LocalSession):
             )
 
     async def canary(self) -> None:
-        """Compute one token; raises RequestFailedError, or EngineClosedError after `close`."""
         await self.pooled([TokenRow([CANARY_TOKEN])]).aresult()
 
 

@@ -217,7 +217,6 @@ class RequestBuilder:
         )
 
     def _infill(self, given: TextInput, max_context: int) -> EncodedPrompt:
-        """The prompt for the text between `prompt` and `suffix`, after other files."""
         prefix, suffix, files = given.prompt, given.suffix, given.files
         if not isinstance(prefix, str) or suffix is None:
             raise InvalidRequestError("suffix goes with a prompt that is a text.", param="suffix")
@@ -246,7 +245,6 @@ class RequestBuilder:
         variables: Mapping[str, Any],
         respell: Callable[[str], str],
     ) -> list[int]:
-        """The ids of a conversation. Tools become text where the template knows none."""
         template = self.tokenizer.template
         if template is not None:
             if (tools or has_calls(messages)) and self.tool_format is GENERIC:

@@ -180,7 +180,6 @@ class Session(LocalSession):
         return logits
 
     async def canary(self) -> None:
-        """Generate one token; raises RequestFailedError, or EngineClosedError after `close`."""
         given = TextInput(prompt=[CANARY_TOKEN], params=SamplingParams(max_tokens=1))
         await self.start(given).aresults()
 

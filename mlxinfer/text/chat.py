@@ -194,7 +194,6 @@ class ControlTokens:
         return text.translate(self._shown)
 
     def hide_constants(self, tree: nodes.Template) -> None:
-        """Change a template so that it also looks for hidden texts."""
         _ConstantHider(self).visit(tree)
         assert tree.environment is not None
         tree.set_environment(tree.environment)

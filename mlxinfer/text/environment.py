@@ -50,7 +50,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self._begun.at = time.thread_time()
 
     def tick(self) -> None:
-        """Raise TemplateError if the rendering has taken too long."""
         if time.thread_time() - self._begun.at > MAX_LOOP_S:
             raise TemplateError(f"The chat template was stopped: its loops took {MAX_LOOP_S:g} s.")
 
@@ -85,7 +84,6 @@ def to_json(
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the items of a filter such as `map`, which templates of llama.cpp write."""
     if not isinstance(value, Iterator):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return list(value)

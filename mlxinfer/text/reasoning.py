@@ -73,7 +73,6 @@ class ReasoningFormat:
         return (*tags, *filter(None, (*self.answer, self.final)))
 
     def splitter(self, prefix: str = "") -> Splitter:
-        """Return a splitter for an answer with this prefix (see `answer_begun`)."""
         if self.recipient:
             return RecipientSplitter()
         if self.blocks:
@@ -193,7 +192,6 @@ def _added_id(tokenizer: Tokenizer, tag: str) -> int | None:
 
 
 def _last(ids: Sequence[int], wanted: int | None) -> int:
-    """Return the last position of an id, -1 for none."""
     return next((n for n in range(len(ids) - 1, -1, -1) if ids[n] == wanted), -1)
 
 
@@ -240,7 +238,6 @@ def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
 
 
 def _other_tags(start: str, end: str, written: str) -> Iterator[tuple[str, str]]:
-    """Yield pairs of tags whose names are longer: `<think_fast>` and `</think_fast>`."""
     longer = re.compile(rf"{re.escape(start[:-1])}([\w-]+){re.escape(start[-1])}")
     for name in dict.fromkeys(longer.findall(written)):
         closing = f"{end[:-1]}{name}{end[-1]}"

@@ -31,7 +31,6 @@ class Splitter(ABC):
         self._steps = self._read()
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the (reasoning, visible text) that is certain now."""
         self._reader.feed(text)
         return self._advance()
 
@@ -285,7 +284,6 @@ class RecipientSplitter(Splitter):
             reader.take(len(mark))
 
     def _header(self, mark: str) -> Parse[str]:
-        """Read a header; return what is shown of it: all, if it is none."""
         name = ""
         while len(name) <= MAX_WORD and (
             piece := (yield from self._reader.run(compiled(r"[\w.:/-]+")))

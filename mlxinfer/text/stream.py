@@ -114,7 +114,6 @@ class TextStream:
         return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> tuple[Part, ...]:
-        """Return what these tokens add; nothing after the answer was stopped."""
         assert not self._finished or self.stopped, "push after finish"
         parts: list[Part] = []
         for token_id in token_ids:

@@ -264,7 +264,6 @@ def template_messages(messages: Sequence[Message], skipped: list[str]) -> list[P
 
 
 def template_message(message: Message, path: str, notes: list[str] | None = None) -> Plain:
-    """One message; raises as `template_messages`. `notes` as in `read_content`."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is None:
             continue

@@ -224,7 +224,6 @@ def _choice(text: str, index: int, *, logprobs: Any = None, reason: str | None =
 
 
 def merged(pieces: Sequence[Plain]) -> Plain:
-    """All pieces of a choice joined."""
     scored = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
     whole = None
     if scored:

@@ -132,7 +132,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
 
     @property
     def items(self) -> list[InputItem]:
-        """The items of the request; a text is a user's message."""
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
         return self.input
@@ -303,7 +302,6 @@ class ResponseWriter:
     response: Plain
 
     async def whole(self) -> Plain:
-        """The complete answer."""
         async for steps in self.answers:
             for step in steps:
                 for _ in self.step_frames(step):

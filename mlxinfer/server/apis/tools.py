@@ -64,7 +64,6 @@ def call_arguments(text: str | None) -> dict[str, Any] | str:
 
 
 def function_call(id: str | None, name: str, arguments: Any) -> Plain:
-    """A call in OpenAI's form, which chat templates read too."""
     function = {"name": name, "arguments": arguments}
     return {"id": id, "type": "function", "function": function}
 
@@ -139,7 +138,6 @@ class DeclaredTools:
         )
 
     def _allow(self, choice: Plain) -> str:
-        """Leave only the tools that a choice allows; returns its mode."""
         tools, mode = choice.get("tools"), choice.get("mode", "auto")
         if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
             raise InvalidRequestError.of(
@@ -376,7 +374,6 @@ def read_content(
 def part_or_note(
     read: Callable[[str], Plain], path: str, kind: str, notes: list[str] | None
 ) -> Plain:
-    """The part that `read` gives for its path, or a note; see `read_content`."""
     if notes is None:
         return read(path)
     try:

@@ -92,13 +92,18 @@ _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"(^|\.)(embed_tokens|lm_head)$"), 4),
 )
 _FLOAT32 = re.compile(r"(\.A_log|\.dt_bias|\.D|correction_bias)$")  # decay rates, expert biases
-_NEVER = re.compile(r"(norm|conv1d|A_log|dt_bias|sinks|bias)$")
+_NEVER = re.compile(r"(norm|conv|conv1d|A_log|dt_bias|sinks|bias)$")
+
+
+def is_matrix(output: OutputTensor) -> bool:
+    """Whether this is a matrix (or a stack of them), and not the kernel of a convolution."""
+    is_weight = len(output.shape) >= 2 and output.name.endswith(".weight")
+    return is_weight and not _NEVER.search(output.path)
 
 
 def quantisable(output: OutputTensor) -> bool:
     """Whether this is a matrix (or a stack of them) that MLX's layers hold quantised."""
-    is_matrix = len(output.shape) >= 2 and output.name.endswith(".weight") and not output.dense
-    return is_matrix and not _NEVER.search(output.path) and fits(affine(4, 32), output.shape)
+    return is_matrix(output) and not output.dense and fits(affine(4, 32), output.shape)
 
 
 def stays_float32(path: str) -> bool:
@@ -201,7 +206,7 @@ class Recipe:
         return output.seeing or keeps_format or self.given(output) is not None
 
     def given(self, output: OutputTensor) -> Override | None:
-        if len(output.shape) < 2 or not output.name.endswith(".weight"):
+        if not is_matrix(output):
             return None
         matching = [o for o in self.overrides if matches(o.pattern, output.path)]
         return matching[-1] if matching else None

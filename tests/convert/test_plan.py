@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from convert_cases import write_source
+from models.tiny import tiny_config
 
 from mlxinfer.convert.arrange import OutputTensor, arrange
 from mlxinfer.convert.calibration.allocation import units_of
@@ -56,6 +57,20 @@ def test_overrides_and_floors(tmp_path: Path) -> None:
     assert forms["model.layers.0.self_attn.k_proj"] == "2bit-g32"
     assert forms["model.layers.1.mlp.up_proj"] == "dense"
     assert forms["model.layers.1.self_attn.q_proj"] == "3bit-g32"  # the last that matches
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "nemotron_h", "olmo_hybrid", "kimi_linear"])
+def test_a_layer_may_be_named_that_has_a_convolution(tmp_path: Path, kind: str) -> None:
+    kernels = ("conv", "conv1d")
+    folder, refused = write_source(tmp_path / "m", f"{kind}-v5"), []
+    for layer in range(tiny_config(f"{kind}-v5")["num_hidden_layers"]):
+        try:
+            forms = formats(plan(folder, "8bit", f"layers.{layer}=8bit-g32"))
+        except InvalidRequestError as error:  # it names a matrix whose rows no group fills
+            refused.append(str(error).split()[0])
+        else:
+            assert {forms[path] for path in forms if path.endswith(kernels)} == {"dense"}
+    assert not any(path.endswith(kernels) for path in refused), refused
 
 
 @pytest.mark.parametrize(

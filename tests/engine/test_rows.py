@@ -250,10 +250,10 @@ def test_first_tokens_come_in_time_beside_a_flood_on_any_machine(seed: int, floo
                 bench.add(name, num_prompt, 24, LIGHT)
         alone_s = bench.shared_s + num_prompt * bench.prompt_token_s
         first_s = bench.token_s[name][0] - asked_s
-        late += turn > 0 and first_s > 1.1 * (2 * alone_s + SLICE_S)
+        late += turn > 0 and first_s > 1.05 * (2 * alone_s + SLICE_S)
         while bench.scheduler.queues.find(name) is not None:
             bench.step()
-    assert late <= 2, f"seed {seed}"  # of steps that try more rows
+    assert late <= 1, f"seed {seed}"  # of steps that try more rows
 
 
 @pytest.mark.parametrize("seed", range(10))

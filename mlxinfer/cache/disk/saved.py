@@ -13,8 +13,8 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -23,7 +23,6 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError, OverloadedError, StorageFullError
-from ...files import write_whole
 from ..prefix.index import PageNames, group_key, page_key
 from .entry import Entry, decode, encode, read_entry
 from .tier import DiskTier
@@ -113,19 +112,6 @@ class SavedSessions:
         """The sessions of an owner, by name; those that cannot be read are left out."""
         sessions = [session for _, session in self._readable() if session.owner == owner]
         return sorted(sessions, key=lambda session: session.name)
-
-    def rename_owners(self, owner_now: Callable[[str], str]) -> None:
-        """Give each owner that an earlier version stored the name that it has now."""
-        for place, session in list(self._readable()):
-            if session.owner is None:
-                continue
-            named = replace(session, owner=owner_now(session.owner))
-            with contextlib.suppress(OSError):  # it stays as it is
-                if named != session:
-                    write_whole(place / "session.kv", b"".join(encode(named.head())))
-                new = self._place(named.name, named.owner)
-                if not new.exists():
-                    place.rename(new)
 
     def _readable(self) -> Iterator[tuple[Path, SavedSession]]:
         for place in self.folder.glob("[!.]" * 32):

@@ -20,7 +20,6 @@ from mlxinfer.convert.fuse import fused
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
-from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
@@ -37,11 +36,8 @@ def fuse(base: Path, adapter: Path, out: Path, *, dense: bool = False) -> Path:
 
 
 def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
-    adapters = {} if adapter is None else {"x": adapter}
-    harness = Harness(load(folder), adapters=adapters)
-    name = "x" if adapters else None
-    harness.add("a", prompt(30), SamplingParams(max_tokens=1), prompt_logits=True, adapter=name)
-    return np.concatenate(harness.drain()["a"].logits)
+    harness = Harness(load(folder), adapters={"x": adapter} if adapter else {})
+    return harness.logits(prompt(30), adapter="x" if adapter else None)
 
 
 @pytest.mark.alike

@@ -185,6 +185,18 @@ class Harness:
         self.check_pages()
         return self.outcomes
 
+    def run(self, name: str, *asked: Any, **more: Any) -> Outcome:
+        """Add a request, and run until nothing is left."""
+        self.add(name, *asked, **more)
+        return self.drain()[name]
+
+    def logits(self, ids: list[int], **more: Any) -> np.ndarray:
+        """(T, vocab) of a prompt."""
+        asked = SamplingParams(max_tokens=1)
+        outcome = self.run("it", ids, asked, prompt_logits=True, **more)
+        assert outcome.error is None
+        return np.concatenate(outcome.logits)
+
     def check_pages(self) -> None:
         """When nothing runs, only the prefix cache has pages, all of them free to go."""
         prefix = self.loop.scheduler.kv_manager.prefix
@@ -231,8 +243,7 @@ def alone(
         "pictures": pictures,
         "adapter": adapter,
     }
-    harness.add("alone", ids, params, **asked)
-    outcome = harness.drain()["alone"]
+    outcome = harness.run("alone", ids, params, **asked)
     assert outcome.error is None or grammar is not None, outcome.error
     if grammar is None:
         _kept[key] = model, outcome  # the model stays, so that its id is no other's

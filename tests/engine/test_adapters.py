@@ -99,8 +99,7 @@ def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
     params = SamplingParams(max_tokens=5)
     for turn in range(2):
         for name in (None, *NAMES):
-            harness.add(f"{name} {turn}", prompt(4 * PAGE), params, adapter=name)
-            outcome = harness.drain()[f"{name} {turn}"]
+            outcome = harness.run(f"{name} {turn}", prompt(4 * PAGE), params, adapter=name)
             assert outcome.cached_tokens == (4 * PAGE - 1 if turn else 0)
     prefix = harness.loop.scheduler.kv_manager.prefix
     firsts = [page for page in prefix.page_of.values() if page.number == 0]

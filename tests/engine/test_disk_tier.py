@@ -303,8 +303,7 @@ def test_two_namespaces_never_share_an_entry_on_the_disk(tmp_path: Path) -> None
         assert len(written[name]) == 6
     harness = on_disk(tmp_path, adapters=folders("qwen3-v4"))
     for name in names:
-        harness.add(f"reader {name}", ids, FEW, adapter=name)
-        assert harness.drain()[f"reader {name}"].cached_tokens == 5 * PAGE
+        assert harness.run(f"reader {name}", ids, FEW, adapter=name).cached_tokens == 5 * PAGE
     harness.loop.close()
 
 

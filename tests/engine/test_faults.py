@@ -81,8 +81,7 @@ def test_an_error_that_is_kept_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) 
         raise Boom(f"the forward pass of {runner} failed")
 
     monkeypatch.setattr(Runner, "_sampled", failing)
-    harness.add("a", prompt(5), SamplingParams(max_tokens=9))
-    kept = harness.drain()["a"].error
+    kept = harness.run("a", prompt(5), SamplingParams(max_tokens=9)).error
     assert kept is not None
     assert isinstance(kept.__cause__, Boom)
     assert kept.__cause__.__traceback__ is not None, "the traceback still has the line"
@@ -130,8 +129,7 @@ def test_failed_steps_fail_their_own(at: int, reading: bool, launch_ahead: bool,
             assert outcome.token_ids == plain[: len(outcome.token_ids)]
         else:
             assert outcome.token_ids == plain
-    harness.add("after", prompt(30), DRAWN)
-    assert harness.drain()["after"].token_ids == plain_answer(30)
+    assert harness.run("after", prompt(30), DRAWN).token_ids == plain_answer(30)
 
 
 def test_a_scheduler_fault_fails_all_requests_and_the_loop_starts_afresh() -> None:
@@ -142,8 +140,7 @@ def test_a_scheduler_fault_fails_all_requests_and_the_loop_starts_afresh() -> No
     harness.loop.fail_all(AssertionError("wrong counts"))
     assert harness.loop.scheduler.counters.tokens_computed == before > 0, "counters only grow"
     assert harness.outcomes["a"].reason is FinishReason.ERROR
-    harness.add("b", prompt(20), SamplingParams(max_tokens=3))
-    assert len(harness.drain()["b"].token_ids) == 3
+    assert len(harness.run("b", prompt(20), SamplingParams(max_tokens=3)).token_ids) == 3
 
 
 def refuse(harness: Harness, ids: list[int], **params: object) -> pytest.ExceptionInfo:
@@ -176,8 +173,7 @@ def test_an_answer_ends_where_context_or_pool_ends() -> None:
     model = tiny_model(CASE)
     for changes, total in (({"max_context": 40}, 40), ({"num_pages": 3}, 48)):
         harness = Harness(model, **changes)
-        harness.add("a", prompt(20), SamplingParams(max_tokens=None))
-        outcome = harness.drain()["a"]
+        outcome = harness.run("a", prompt(20), SamplingParams(max_tokens=None))
         assert len(outcome.token_ids) == total - 20
         assert outcome.reason is FinishReason.LENGTH
 
@@ -185,8 +181,7 @@ def test_an_answer_ends_where_context_or_pool_ends() -> None:
 def test_a_pool_smaller_than_a_window_bounds_the_answer() -> None:
     model = tiny_model("mistral-v4", quantized=True)  # nothing but windows of 8
     harness = Harness(model, num_pages=2, max_batch=1, page_size=4, prefill_chunk=4)
-    harness.add("a", prompt(5), SamplingParams(max_tokens=60))
-    outcome = harness.drain()["a"]
+    outcome = harness.run("a", prompt(5), SamplingParams(max_tokens=60))
     assert outcome.error is None
     assert (len(outcome.token_ids), outcome.reason) == (3, FinishReason.LENGTH)
 
@@ -291,13 +286,10 @@ def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
     expected = alone(model, fine, params).token_ids
     for bits in (None, 8):
         harness = Harness(model, kv=KVOptions(bits=(bits, bits)))
-        harness.add("clean", fine, params)
-        expected = harness.drain()["clean"].token_ids
-        harness.add("bad", [7] * 20, params)
-        assert isinstance(harness.drain()["bad"].error, RequestFailedError)
+        expected = harness.run("clean", fine, params).token_ids
+        assert isinstance(harness.run("bad", [7] * 20, params).error, RequestFailedError)
         for name in ("next", "after"):
-            harness.add(name, fine, params)
-            assert harness.drain()[name].token_ids == expected
+            assert harness.run(name, fine, params).token_ids == expected
 
 
 @pytest.mark.alike

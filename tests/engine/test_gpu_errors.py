@@ -76,8 +76,7 @@ def test_a_stopped_step_is_tried_again_at_half_its_size(message: str, timed: boo
     harness = Harness(model, prefill_slice_s=0.25 if timed else None, prefill_chunk=128)
     gpu = FakeGpu(harness, message, most=100)
     ids = prompt(500)
-    harness.add("long", ids, PARAMS)
-    outcome = harness.drain()["long"]
+    outcome = harness.run("long", ids, PARAMS)
     assert outcome.error is None
     assert outcome.token_ids == alone(model, ids, PARAMS).token_ids
     stopped = next(i for i, size in enumerate(gpu.sizes) if size > 100)
@@ -107,13 +106,11 @@ def test_a_request_that_is_stopped_twice_fails_alone() -> None:
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model, prefill_chunk=64)
     gpu = FakeGpu(harness, WATCHDOG, most=PAGE - 1)
-    harness.add("large", prompt(200), PARAMS)
-    failed = harness.drain()["large"]
+    failed = harness.run("large", prompt(200), PARAMS)
     assert isinstance(failed.error, RequestFailedError)
     assert "Impacting Interactivity" in str(failed.error)
     assert gpu.sizes == [64, 32]
-    harness.add("small", prompt(PAGE - 2), PARAMS)
-    small = harness.drain()["small"]
+    small = harness.run("small", prompt(PAGE - 2), PARAMS)
     assert small.token_ids == alone(model, prompt(PAGE - 2), PARAMS).token_ids
 
 
@@ -121,8 +118,7 @@ def test_other_errors_are_not_tried_again() -> None:
     assert not gpu_stopped(RuntimeError(FAULT))
     harness = Harness(tiny_model(CASE, quantized=True))
     FakeGpu(harness, FAULT, steps=(2,))
-    harness.add("a", prompt(20), PARAMS)
-    assert isinstance(harness.drain()["a"].error, RequestFailedError)
+    assert isinstance(harness.run("a", prompt(20), PARAMS).error, RequestFailedError)
 
 
 def test_an_engine_whose_gpu_takes_no_more_work_ends_and_says_so() -> None:

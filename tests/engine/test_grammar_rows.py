@@ -18,8 +18,7 @@ def run_one(
 ) -> Outcome:
     harness = Harness(tiny_model(CASE))
     asked = SamplingParams(**{"max_tokens": 30, **params})  # type: ignore[arg-type]
-    harness.add("a", prompt(20), asked, stop_ids=stop_ids, grammar=grammar)
-    return harness.drain()["a"]
+    return harness.run("a", prompt(20), asked, stop_ids=stop_ids, grammar=grammar)
 
 
 @pytest.mark.parametrize(

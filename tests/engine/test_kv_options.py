@@ -86,8 +86,7 @@ def test_chunks_beside_others_equal_masked_attention(
     ids = prompt(length)
     harness.add("other", prompt(40, seed=1), SamplingParams(max_tokens=20))
     harness.turn(2)
-    harness.add("it", ids, SamplingParams(max_tokens=1), prompt_logits=True)
-    ours = np.concatenate(harness.drain()["it"].logits)
+    ours = harness.logits(ids)
     expected = dense_logits(model, ids, options)
     off = np.abs(ours - expected) / max(1.0, expected.std())
     # A code may round the other way where two ways of adding up differ in the last bit; a wrong or
@@ -103,16 +102,9 @@ def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
     model = tiny_model("gpt_oss-v4")  # learned sinks, windows, key biases
     options = KVOptions(bits=bits, window=30, sinks=4)
     stepped = Harness(model, kv=options)
-    stepped.add("a", prompt(5), SamplingParams(max_tokens=70, logprobs=3))
-    stepped_answer = stepped.drain()["a"]
+    stepped_answer = stepped.run("a", prompt(5), SamplingParams(max_tokens=70, logprobs=3))
     whole = Harness(model, kv=options, prefill_chunk=256)
-    whole.add(
-        "a",
-        prompt(5) + stepped_answer.token_ids[:-1],
-        SamplingParams(max_tokens=1),
-        prompt_logits=True,
-    )
-    logits = np.concatenate(whole.drain()["a"].logits)[4:]
+    logits = whole.logits(prompt(5) + stepped_answer.token_ids[:-1])[4:]
     logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     for row, scores in zip(logprobs, stepped_answer.logprobs, strict=True):
         for token, logprob in scores.top:

@@ -32,8 +32,7 @@ def test_rows_are_read_when_all_of_a_step_is_built(monkeypatch):
     )
     model = tiny_model(CASE, quantized=True)
     harness = Harness(model)
-    harness.add("a", prompt(30), GREEDY)
-    assert len(harness.drain()["a"].token_ids) == 12
+    assert len(harness.run("a", prompt(30), GREEDY).token_ids) == 12
     assert events[0] == PAGE * ROWS, "a chunk of the prompt, which samples nothing"
     assert events[1:3] == ["built", (30 - PAGE) * ROWS]
     assert events[3:] == ["built", ROWS] * (len(events) // 2 - 1)
@@ -49,8 +48,7 @@ def test_a_prompt_goes_on_where_a_page_ends(case):
     for turn, ids in enumerate(
         [shared, shared + prompt(9, 1), shared + prompt(9, 1) + prompt(40, 2)]
     ):
-        harness.add(str(turn), ids, GREEDY)
-        outcome = harness.drain()[str(turn)]
+        outcome = harness.run(str(turn), ids, GREEDY)
         assert outcome.cached_tokens == (4 * PAGE if turn else 0)
         assert outcome.token_ids == alone(model, ids, GREEDY).token_ids
 

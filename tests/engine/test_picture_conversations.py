@@ -94,8 +94,7 @@ def turns(name: str) -> Iterator[Turn]:
 def test_turns_are_answered_one_after_the_other(name: str) -> None:
     harness, cached = Harness(seeing(name)[0], prefill_chunk=256), {}
     for turn, ids, pictures, answer in turns(name):
-        harness.add(turn, ids, ANSWER, pictures=pictures)
-        outcome = harness.drain()[turn]
+        outcome = harness.run(turn, ids, ANSWER, pictures=pictures)
         assert (outcome.error, outcome.token_ids) == (None, answer), turn
         cached[turn] = outcome.cached_tokens
     if len(answers()[name]["between"][0]["prompt"]) > 32:

@@ -38,12 +38,8 @@ Asked = tuple[list[int], tuple[PlacedPicture, ...]]
 
 def logits(model: Model, asked: Asked, **changes: object) -> np.ndarray:
     """(T, vocab) of a prompt through the engine."""
-    harness = Harness(model, **changes)
     ids, pictures = asked
-    harness.add("it", ids, SamplingParams(max_tokens=1), prompt_logits=True, pictures=pictures)
-    outcome = harness.drain()["it"]
-    assert outcome.error is None
-    return np.concatenate(outcome.logits)
+    return Harness(model, **changes).logits(ids, pictures=pictures)
 
 
 def features_of(model: Model, one: Picture) -> list[mx.array]:
@@ -93,10 +89,9 @@ def dense_logits(model: Model, ids: list[int], features: StepFeatures | None) ->
 
     forward.model = model.__class__.__new__(Watched)
     forward.model.__dict__.update(model.__dict__)
-    harness.add("it", ids, SamplingParams(max_tokens=1), prompt_logits=True)
-    outcome = harness.drain()["it"]
+    logits = harness.logits(ids)
     assert len(kept) == 1
-    return np.concatenate(outcome.logits)
+    return logits
 
 
 def test_a_picture_in_another_conversation_runs_no_tower_and_shares_pages() -> None:
@@ -108,12 +103,10 @@ def test_a_picture_in_another_conversation_runs_no_tower_and_shares_pages() -> N
     harness.drain()
     assert len(tower_of(model).passes) == before + 1
     ids, pictures = placed(one, prompt(20, 5))
-    harness.add("second", ids, GREEDY, pictures=pictures)
-    second = harness.drain()["second"]
+    second = harness.run("second", ids, GREEDY, pictures=pictures)
     assert second.cached_tokens >= len(one.token_ids)
     ids, pictures = placed(prompt(5), one, prompt(20, 5))
-    harness.add("elsewhere", ids, GREEDY, pictures=pictures)
-    elsewhere = harness.drain()["elsewhere"]
+    elsewhere = harness.run("elsewhere", ids, GREEDY, pictures=pictures)
     assert elsewhere.cached_tokens == 0
     assert len(tower_of(model).passes) == before + 1
     assert harness.loop.stats()["pictures"]["cached"] == 1
@@ -124,8 +117,7 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
     harness = Harness(model)
     for seed in (1, 2):
         ids, pictures = placed(picture(seed, 4, 9), prompt(40))
-        harness.add(str(seed), ids, GREEDY, pictures=pictures)
-        outcome = harness.drain()[str(seed)]
+        outcome = harness.run(str(seed), ids, GREEDY, pictures=pictures)
         assert outcome.cached_tokens == 0
         assert outcome.token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
     request = Request("text", ids, GREEDY)
@@ -152,8 +144,7 @@ def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
         parts.append(prompt(60, turn))
         ids, pictures = placed(*parts)
         computed = harness.loop.scheduler.counters.prompt_tokens_computed
-        harness.add(str(turn), ids, GREEDY, pictures=pictures)
-        outcome = harness.drain()[str(turn)]
+        outcome = harness.run(str(turn), ids, GREEDY, pictures=pictures)
         computed = harness.loop.scheduler.counters.prompt_tokens_computed - computed
         again += computed - (len(ids) - earlier)
         assert outcome.token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
@@ -175,8 +166,7 @@ def test_another_question_after_a_picture_goes_on_from_the_end_of_its_turn(case:
     boundary = len(placed(*shown)[0])
     for name in range(2):
         ids, pictures = placed(*shown, prompt(50, 7 + name))
-        harness.add(str(name), ids, GREEDY, pictures=pictures, boundaries=(boundary,))
-        outcome = harness.drain()[str(name)]
+        outcome = harness.run(str(name), ids, GREEDY, pictures=pictures, boundaries=(boundary,))
         assert outcome.token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
     assert outcome.cached_tokens == boundary - boundary % PAGE > len(placed(*shown[:2])[0])
     assert len(set(tower_of(model).passes[before:])) == 1
@@ -479,8 +469,7 @@ def test_a_picture_on_the_disk_runs_no_tower_after_a_restart(tmp_path: Path) -> 
     plain = alone(model, ids, GREEDY, pictures=pictures).token_ids
     for name in ("before", "after"):
         harness, passes = Harness(model, disk=disk), len(tower_of(model).passes)
-        harness.add(name, ids, GREEDY, pictures=pictures)
-        assert harness.drain()[name].token_ids == plain
+        assert harness.run(name, ids, GREEDY, pictures=pictures).token_ids == plain
         harness.loop.close()
     assert len(tower_of(model).passes) == passes
     assert harness.outcomes["after"].cached_tokens > 41

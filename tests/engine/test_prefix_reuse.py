@@ -18,8 +18,7 @@ def reuse(first: list[int], second: list[int], **changes: object) -> tuple[list[
     harness.add("first", first, GREEDY)
     harness.drain()
     before = harness.loop.scheduler.counters.prompt_tokens_computed
-    harness.add("second", second, GREEDY)
-    tokens = harness.drain()["second"].token_ids
+    tokens = harness.run("second", second, GREEDY).token_ids
     return tokens, harness.loop.scheduler.counters.prompt_tokens_computed - before
 
 
@@ -76,8 +75,7 @@ def test_prompt_logits_compute_every_position() -> None:
     harness = Harness(tiny_model("qwen3-v4"))
     harness.add("first", prompt(50), GREEDY)
     harness.drain()
-    harness.add("second", prompt(50), GREEDY, prompt_logits=True)
-    assert sum(len(rows) for rows in harness.drain()["second"].logits) == 50
+    assert len(harness.logits(prompt(50))) == 50
 
 
 def test_prompt_logits_come_once_though_it_was_preempted() -> None:
@@ -148,8 +146,7 @@ def test_a_windowed_answer_can_be_cut_before_its_last_window(case: str, cut: int
     """As when it is edited and sent again: what its window passed by is still there."""
     harness = Harness(tiny_model(case, quantized=True), num_pages=400)
     ids = prompt(70)
-    harness.add("it", ids, SamplingParams(max_tokens=206, ignore_eos=True))
-    answer = harness.drain()["it"].token_ids
+    answer = harness.run("it", ids, SamplingParams(max_tokens=206, ignore_eos=True)).token_ids
     kept = ids + answer[: len(answer) - cut]
     harness.add("again", kept + prompt(20, seed=1), SamplingParams(max_tokens=3, ignore_eos=True))
     cached = harness.drain()["again"].cached_tokens

@@ -138,5 +138,4 @@ def test_unseen_keys_that_are_no_numbers_end_a_request(monkeypatch: pytest.Monke
     args = model.layers[-1].mixer.args
     monkeypatch.setattr(args, "qkv_proj", Damaged(args.qkv_proj))
     harness = Harness(model, prefill_chunk=32)
-    harness.add("a", prompt(80), PARAMS)
-    assert isinstance(harness.drain()["a"].error, RequestFailedError)
+    assert isinstance(harness.run("a", prompt(80), PARAMS).error, RequestFailedError)

@@ -54,10 +54,22 @@ def assert_only_cached(scheduler: Scheduler) -> None:
 
 def step(scheduler: Scheduler, token: int = 7) -> Batch:
     """One step, read at once."""
-    batch = scheduler.next_batch()
+    batch = try_step(scheduler, token)
     assert batch is not None
-    scheduler.commit(batch, [token] * len(batch.sampling))
     return batch
+
+
+def try_step(scheduler: Scheduler, token: int = 7) -> Batch | None:
+    """One step, if something can run."""
+    batch = None if scheduler.queues.idle else scheduler.next_batch()
+    if batch is not None:
+        scheduler.commit(batch, [token] * len(batch.sampling))
+    return batch
+
+
+def finish(scheduler: Scheduler) -> None:
+    while not scheduler.queues.idle:
+        step(scheduler)
 
 
 def rows(batch: Batch) -> dict[str, int]:

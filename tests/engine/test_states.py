@@ -25,8 +25,7 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 def answer(harness: Harness, ids: list[int], name: str | None = None) -> list[int]:
     name = name or str(len(harness.outcomes))
-    harness.add(name, ids, TEN)
-    outcome = harness.drain()[name]
+    outcome = harness.run(name, ids, TEN)
     assert outcome.error is None, outcome.error
     return outcome.token_ids
 

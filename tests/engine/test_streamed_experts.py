@@ -158,8 +158,7 @@ def test_numbers_are_rounded_as_in_the_resident_model(
 
 def logits_of(model: Model, ids: list[int]) -> mx.array:
     harness = Harness(model, prefill_chunk=64, prefix_cache=False)
-    harness.add("a", ids, SamplingParams(max_tokens=2), prompt_logits=True)
-    outcome = harness.drain()["a"]
+    outcome = harness.run("a", ids, SamplingParams(max_tokens=2), prompt_logits=True)
     assert outcome.error is None, outcome.error
     harness.loop.close()
     return mx.concatenate([mx.array(rows) for rows in outcome.logits])
@@ -176,15 +175,13 @@ def test_a_file_that_became_shorter_ends_requests_and_no_others() -> None:
         ids, params = prompt(8, 1), SamplingParams(max_tokens=4)
         expected = alone(model_of(case), ids, params).token_ids
         file.write_bytes(content[: len(content) // 3])
-        harness.add("cut", ids, params)
-        error = harness.drain()["cut"].error
+        error = harness.run("cut", ids, params).error
         assert error is not None
         assert "became shorter" in str(error.__cause__ or error)
         assert isinstance(error.__cause__ or error, CheckpointError)
         with file.open("r+b") as again:
             again.write(content)
-        harness.add("whole", ids, params)
-        assert harness.drain()["whole"].token_ids == expected
+        assert harness.run("whole", ids, params).token_ids == expected
         harness.loop.close()
 
 
@@ -200,8 +197,7 @@ def test_a_read_that_cannot_begin_leaves_no_wrong_slot(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", failing)
     for turn in range(4):
-        harness.add(f"failing {turn}", ids, params)
-        assert "new thread" in str(harness.drain()[f"failing {turn}"].error)
+        assert "new thread" in str(harness.run(f"failing {turn}", ids, params).error)
     monkeypatch.undo()
     harness.add("after", ids, params)
     assert harness.drain()["after"].token_ids == alone(model_of(case), ids, params).token_ids
@@ -253,8 +249,7 @@ def test_close_gives_back_threads_and_files() -> None:
     gc.collect()  # models of other tests
     before = set(threading.enumerate())
     harness = Harness(streamed(file.parent, 3))
-    harness.add("a", prompt(40, 2), SamplingParams(max_tokens=3))
-    assert harness.drain()["a"].error is None
+    assert harness.run("a", prompt(40, 2), SamplingParams(max_tokens=3)).error is None
     readers = set(threading.enumerate()) - before
     assert readers
     assert descriptors(file) > 0

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 from engine.spelled import segments_of
-from engine.test_scheduler import assert_only_cached, build, request, step
+from engine.test_scheduler import assert_only_cached, build, finish, request, step, try_step
 
 from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.queues import ANSWER_WORK, MOST_PASSES, SLICE
@@ -79,9 +79,7 @@ def test_random_programs_of_tenants(seed: int) -> None:
         scheduler.commit(batch, [7] * len(batch.sampling))
     turns = 0
     while not scheduler.queues.idle:
-        batch = scheduler.next_batch()
-        if batch is not None:
-            scheduler.commit(batch, [7] * len(batch.sampling))
+        try_step(scheduler)
         turns += 1
         assert turns < 20000, f"seed {seed}: requests starve"
     assert all(s.finished for s in sequences)
@@ -132,23 +130,6 @@ def test_with_one_slot_tenants_take_turns_of_a_slice() -> None:
     assert abs(heavy.num_answered - 20 - light.num_answered) <= SLICE
 
 
-@pytest.mark.alike
-@pytest.mark.parametrize("weight", [1, 2, 4])
-def test_prompts_share_steps_by_weight(weight: float) -> None:
-    """Two tenants with prompts for ever: their tokens differ by a slice and a chunk at most."""
-    scheduler = build(pages=4000, max_batch=8, chunk=64)
-    one, other = Tenant("one", weight), Tenant("other")
-    got: Counter[Tenant] = Counter()
-    number = 0
-    for _ in range(400):
-        for tenant, length in ((one, 200), (other, 40)):
-            while sum(s.request.tenant == tenant for s in scheduler.queues.unfinished()) < 12:
-                number += 1
-                add(scheduler, f"p{number}", tenant, length, 1)
-        got += work_of(step(scheduler))
-        assert abs(got[one] / weight - got[other]) <= SLICE + 64
-
-
 def test_one_tenant_is_served_as_without_tenants() -> None:
     """The same steps, whatever the tenant is called."""
 
@@ -157,8 +138,7 @@ def test_one_tenant_is_served_as_without_tenants() -> None:
         for turn in range(200):
             if turn % 5 == 0:
                 add(scheduler, f"r{turn}", tenant, rnd.randint(1, 50), rnd.randint(1, 30))
-            if not scheduler.queues.idle and (batch := scheduler.next_batch()) is not None:
-                scheduler.commit(batch, [7] * len(batch.sampling))
+            if (batch := try_step(scheduler)) is not None:
                 seen.append(
                     [(s.sequence.request.id, s.start, s.num_tokens) for s in segments_of(batch)]
                 )
@@ -254,15 +234,11 @@ def test_a_flood_evicts_no_prefix_within_another_share(seed: int, weight: float)
     light = Tenant("light", weight)
     scheduler = build(pages=pages, max_batch=6, chunk=64)
 
-    def finish() -> None:
-        while not scheduler.queues.idle:
-            step(scheduler)
-
     def flood(turn: int) -> None:
         for i in range(40):
             name = f"heavy {turn} {i}"
             add(scheduler, name, HEAVY, rnd.randint(4, 40), rnd.randint(1, 10))
-        finish()
+        finish(scheduler)
 
     flood(0)
     (allocator,) = scheduler.kv_manager.allocators
@@ -273,28 +249,15 @@ def test_a_flood_evicts_no_prefix_within_another_share(seed: int, weight: float)
     asked.prompt_ids = [7000 + i for i in range(length)]
     asked.tenant = light
     scheduler.queues.add(asked, max_output=1)
-    finish()
+    finish(scheduler)
     for turn in range(1, 4):
         flood(turn)
         again = request(f"again {turn}", length + 8, 1)
         again.prompt_ids = [*asked.prompt_ids, *range(9000 + turn, 9008 + turn)]
         again.tenant = light
         sequence = scheduler.queues.add(again, max_output=1)
-        finish()
+        finish(scheduler)
         assert sequence.num_cached >= length, f"seed {seed}, turn {turn}"
-    assert_only_cached(scheduler)
-
-
-def test_a_tenant_alone_takes_the_pages_of_one_that_left() -> None:
-    """A request that fits only into all of the memory runs, whoever left pages there."""
-    scheduler = build(pages=20, max_batch=4, chunk=64)
-    add(scheduler, "light", LIGHT, 30, 1)
-    while not scheduler.queues.idle:
-        step(scheduler)
-    large = add(scheduler, "large", HEAVY, 18 * scheduler.page_size, 1)
-    while not scheduler.queues.idle:
-        step(scheduler)
-    assert large.finished
     assert_only_cached(scheduler)
 
 
@@ -322,12 +285,9 @@ def test_tenants_with_work_differ_by_a_slice_in_random_programs(seed: int) -> No
                 number += 1
                 sizes = rnd.randint(1, longest[tenant]), rnd.randint(1, longest[tenant])
                 add(scheduler, f"r{number}", tenant, *sizes)
-        if scheduler.queues.idle:
-            continue
-        batch = scheduler.next_batch()
+        batch = try_step(scheduler)
         if batch is None:
             continue
-        scheduler.commit(batch, [7] * len(batch.sampling))
         for tenant, work in work_of(batch).items():
             got[tenant] += work / tenant.weight
         waiting = {s.request.tenant for s in scheduler.queues.waiting}
@@ -382,12 +342,9 @@ def test_steps_to_a_first_token_in_random_programs(seed: int) -> None:
             light = add(scheduler, f"light{turn}", LIGHT, rnd.randint(1, scheduler.page_size), 3)
             steps = 0
             while not light.num_answered:
-                batch = scheduler.next_batch()
-                if batch is not None:
-                    scheduler.commit(batch, [7] * len(batch.sampling))
+                try_step(scheduler)
                 steps += 1
                 assert steps < 500, f"seed {seed}"
             waited.append(steps)
-        if not scheduler.queues.idle and (batch := scheduler.next_batch()) is not None:
-            scheduler.commit(batch, [7] * len(batch.sampling))
+        try_step(scheduler)
     assert max(waited) <= len(heavy), f"seed {seed}: {waited}"

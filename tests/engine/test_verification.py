@@ -119,8 +119,7 @@ def test_what_a_grammar_forbids_is_not_even_verified() -> None:
 def test_a_dead_end_after_accepted_proposals_is_reported_where_the_plain_run_does(at: int) -> None:
     """The grammar allows nothing after some tokens, and a step looks beyond them before that."""
     harness = Harness(tiny_model(CASE, quantized=True))
-    harness.add("plain", prompt(20), DRAWN, grammar=FakeGrammar(4, stuck_at=at))
-    plain = harness.drain()["plain"]
+    plain = harness.run("plain", prompt(20), DRAWN, grammar=FakeGrammar(4, stuck_at=at))
     free = plain_run(DRAWN, grammar=FakeGrammar(4)).token_ids
     outcome, _ = verified(free, DRAWN, grammar=FakeGrammar(4, stuck_at=at))
     assert outcome.token_ids == plain.token_ids == free[:at]

@@ -20,9 +20,9 @@ from adapters.cases import base, folders
 from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
-from ranks.threads import ThreadLink, run_ranks
+from ranks.threads import ALL, ThreadLink, results_of, run_ranks
 
-from mlxinfer.errors import CheckpointError, UnsupportedModelError
+from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load, load_share
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.ci
 SOME = words("qwen2-v5 qwen3-v4 gpt_oss-v4 deepseek_v3-v4 qwen3_next-v5 nemotron_h-v4 phi3-v4")
 QUANTIZED = ("qwen2-v5",)
 SOME_STAGED = ["olmo2-v4", "granitemoehybrid-v4", "llama-v4"]
-ALL = os.environ.get("MLXINFER_ALL_RANKS") == "1"
 EVERY = [case for case in CASES if CASES[case]["model_type"] in SPLITTABLE]
 IDS = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
 ROWS = np.random.default_rng(1).integers(0, 4, 40).astype(np.int32)  # adapters of rows; 0: none
@@ -92,12 +91,7 @@ def test_parts_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -
             loaded.remove(number)
         return mixed, logits_of(model, None), num_bytes
 
-    try:
-        results = run_ranks(size, work)
-    except UnsupportedModelError as error:  # of sizes that so many ranks cannot share
-        if not ALL:
-            raise
-        pytest.skip(str(error))
+    results = results_of(size, work)
     assert_close(results[0][0], expected)
     assert_close(results[0][1], plain)
     for *_, num_bytes in results:

@@ -108,8 +108,7 @@ def plain_run(case: str, options: KVOptions, asked: Asked, sight: Sight | None =
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
     adapters = {asked.adapter: folders(case)[asked.adapter]}
     harness = Harness(model, adapters=adapters, kv=options, **plain)
-    harness.add("alone", ids, params, adapter=asked.adapter, pictures=asked.pictures)
-    outcome = harness.drain()["alone"]
+    outcome = harness.run("alone", ids, params, adapter=asked.adapter, pictures=asked.pictures)
     harness.loop.close()
     return outcome
 
@@ -204,8 +203,7 @@ def test_prefixes_on_disk_are_kept(group: RankGroup, pipeline: bool, tmp_path: P
         """Tokens, and how many of the prompt were on disk."""
         model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
         harness = Harness(model, followers=group, disk=disk)
-        harness.add("a", list(ids), params)
-        outcome = harness.drain()["a"]
+        outcome = harness.run("a", list(ids), params)
         assert harness.loop.store is not None
         assert harness.loop.store.disk is not None
         namespaces.add(harness.loop.store.disk.namespace.hex())
@@ -340,8 +338,7 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
     harness.loop.close()
     for name, (ids, params) in asked.items():
         plain = Harness(whole(case), launch_ahead=False)
-        plain.add("alone", list(ids), params)
-        assert outcomes[name].token_ids == plain.drain()["alone"].token_ids
+        assert outcomes[name].token_ids == plain.run("alone", list(ids), params).token_ids
 
 
 def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:

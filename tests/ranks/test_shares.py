@@ -4,7 +4,6 @@ holds its share. Ranks are threads here; all families, and four ranks, with
     MLXINFER_ALL_RANKS=1 pytest tests/ranks/test_shares.py
 """
 
-import os
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from models.dense_kv import DenseCache
 from models.picture_cases import QWEN_CASES, picture_tensors
 from models.runs import every
 from models.tiny import tiny_checkpoint, write
-from ranks.threads import ThreadLink, run_ranks
+from ranks.threads import ALL, ThreadLink, results_of, run_ranks
 
 from mlxinfer import hub
 from mlxinfer.core import SamplingParams
@@ -36,7 +35,6 @@ SOME += ["granitemoe_swa-v5", "afmoe-v4", "sarvam_mla-v4"]
 SOME_STAGED = ["olmo2-v4", "gemma2-v4", "granitemoehybrid-v4", "lfm2-v4", "kimi_linear-v4"]
 SOME_STAGED += ["gemma3n_text-v4", "gemma3n_text-v5", "gemma4_e-v4"]
 EVERY = [case for case in CASES if CASES[case]["model_type"] in SPLITTABLE]
-ALL = os.environ.get("MLXINFER_ALL_RANKS") == "1"
 IDS = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
 
 
@@ -66,12 +64,7 @@ def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypa
         model = load_share(folder, link.rank, link)
         return logits_of(model), link.calls, model
 
-    try:
-        results = run_ranks(size, work)
-    except UnsupportedModelError as error:  # of sizes that so many ranks cannot share
-        if not ALL:
-            raise
-        pytest.skip(str(error))
+    results = results_of(size, work)
     logits, *_ = results[0]  # which alone samples
     assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
     assert (logits.argmax(-1) == expected.argmax(-1)).all()
@@ -133,12 +126,7 @@ def test_stages_give_the_logits_of_the_whole_model(case, size, tmp_path):
         assert isinstance(model, StageModel)
         return logits_of(model), link.calls, model
 
-    try:
-        results = run_ranks(size, work)
-    except UnsupportedModelError as error:  # too few layers
-        if not ALL:
-            raise
-        pytest.skip(str(error))
+    results = results_of(size, work)
     assert (results[0][0] == expected).all()
     assert all(calls == ["send"] for _, calls, _ in results)
     held = [model.num_bytes for *_, model in results]

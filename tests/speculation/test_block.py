@@ -7,11 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import Harness, alone, config, prompt, tiny_model
+from engine.harness import Harness, config, prompt, tiny_model
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
 from speculation.head_checkpoints import dflash_checkpoint, write
 from speculation.head_names import ASSISTANT, ASSISTANT_MODEL, BLOCK, assistant_tensors, head_inputs
+from speculation.test_predictors import assert_plain_answers
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
@@ -23,7 +24,6 @@ from mlxinfer.models.dflash import load_dflash
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.options import kind_of
-from mlxinfer.speculation.predictor import FOLLOW_AT
 from mlxinfer.speculation.speculation import Speculation
 
 CASE = "qwen3-v5"
@@ -136,19 +136,7 @@ def test_answers_are_those_without_a_draft(tmp_path: Path) -> None:
     """A long prompt, a preemption, a prefix that only the model knows, little room."""
     speculation, source = with_block(tmp_path, budget=1 << 19)
     harness = Harness(model(), proposer=speculation, max_batch=4)
-    prompts = [prompt(9, 1), prompt(FOLLOW_AT + 90, 2), prompt(70, 3), prompt(40, 4)]
-    for i, ids in enumerate(prompts):
-        harness.add(str(i), ids, GREEDY)
-        harness.turn(2)
-    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
-    harness.drain()
-    harness.add("again", prompts[1] + prompts[0], GREEDY)
-    outcomes = harness.drain()
-    for i, ids in enumerate(prompts):
-        assert outcomes[str(i)].token_ids == alone(model(), ids, GREEDY).token_ids
-    again = alone(model(), prompts[1] + prompts[0], GREEDY)
-    assert outcomes["again"].cached_tokens > 0
-    assert outcomes["again"].token_ids == again.token_ids
+    assert_plain_answers(harness, model())
     assert speculation.stats()["drafted"] > 40
     assert not source._held
     assert not source._contexts

@@ -141,8 +141,7 @@ def test_a_draft_that_fails_is_off_for_the_request(caplog: pytest.LogCaptureFixt
 
     runner.launch = breaking
     with caplog.at_level(logging.ERROR, "mlxinfer.speculation"):
-        harness.add("a", prompt(30), GREEDY)
-        outcome = harness.drain()["a"]
+        outcome = harness.run("a", prompt(30), GREEDY)
     assert outcome.token_ids == alone(model(), prompt(30), GREEDY).token_ids
     assert outcome.error is None
     assert len(caplog.records) == 1

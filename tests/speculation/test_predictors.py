@@ -1,6 +1,7 @@
 """MTP modules and EAGLE-3 heads: parity with public definitions, exact answers, right proposals."""
 
 import json
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,27 @@ def with_eagle(drafted: int = 64) -> tuple[Model, Predictor]:
     return model, load_eagle(folder, model)
 
 
+def assert_plain_answers(
+    harness: Harness, model: Model, forget: Callable[[], None] = lambda: None
+) -> None:
+    """To long and short prompts, one of them preempted, and to one whose prefix is cached.
+
+    Args:
+        forget: what a draft knows of that prefix.
+    """
+    prompts = [prompt(9, 1), prompt(FOLLOW_AT + 90, 2), prompt(70, 3), prompt(40, 4)]
+    for i, ids in enumerate(prompts):
+        harness.add(str(i), ids, GREEDY)
+        harness.turn(2)
+    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
+    harness.drain()
+    forget()
+    prompts.append(prompts[1] + prompts[0])
+    assert harness.run("4", prompts[4], GREEDY).cached_tokens > 0
+    for i, ids in enumerate(prompts):
+        assert harness.outcomes[str(i)].token_ids == alone(model, ids, GREEDY).token_ids
+
+
 def speculation_of(
     model: Model, head: Predictor, depth: int = 4, **sizes: object
 ) -> tuple[Speculation, PredictorProposer]:
@@ -96,20 +118,7 @@ def test_answers_are_those_without_a_head(case: str) -> None:
     model, head = with_eagle() if case == "eagle" else with_head(case, right=False)
     speculation, source = speculation_of(model, head, 3, num_pages=60, max_batch=3)
     harness = Harness(model, proposer=speculation, max_batch=4)
-    prompts = [prompt(9, 1), prompt(FOLLOW_AT + 90, 2), prompt(70, 3), prompt(40, 4)]
-    for i, ids in enumerate(prompts):
-        harness.add(str(i), ids, GREEDY)
-        harness.turn(2)
-    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
-    harness.drain()
-    source._start_afresh()  # the model's prefixes are cached, the head's are gone
-    harness.add("again", prompts[1] + prompts[0], GREEDY)
-    outcomes = harness.drain()
-    for i, ids in enumerate(prompts):
-        assert outcomes[str(i)].token_ids == alone(model, ids, GREEDY).token_ids
-    assert outcomes["again"].cached_tokens > 0
-    plain = alone(model, prompts[1] + prompts[0], GREEDY).token_ids
-    assert outcomes["again"].token_ids == plain
+    assert_plain_answers(harness, model, forget=source._start_afresh)
     assert speculation.stats()["drafted"] > 40
     assert not source._held
     assert not source._follows

@@ -201,8 +201,7 @@ def test_forced_tokens_of_a_grammar_are_proposed_and_all_hold() -> None:
     sources: list[ProposalSource] = [ForcedProposer()]
     speculation = Speculation(sources, FixedDepth(7), max_depth=7)
     harness = Harness(model, proposer=speculation)
-    harness.add("a", prompt(20), GREEDY, grammar=Forcing(3, length=60))
-    outcome = harness.drain()["a"]
+    outcome = harness.run("a", prompt(20), GREEDY, grammar=Forcing(3, length=60))
     assert (
         outcome.token_ids
         == alone(model, prompt(20), GREEDY, grammar=Forcing(3, length=60)).token_ids

@@ -4,8 +4,8 @@ import dataclasses
 import random
 import sqlite3
 import stat
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -194,17 +194,9 @@ def test_threads_and_processes_share_the_file(history: History) -> None:
         for number in range(20):
             store.save_message("", f"{name}-talk-{name}", message(f"{name}{number}", "x"))
 
-    threads = [
-        threading.Thread(target=write, args=(s, n)) for s, n in [(history, "a"), (other, "b")]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (
-        sum(len(other.messages("", conversation.id)) for conversation in history.conversations(""))
-        == 40
-    )
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, [history, other], "ab"))
+    assert [len(other.messages("", talk.id)) for talk in history.conversations("")] == [20, 20]
 
 
 def test_a_file_that_is_no_history_is_refused_and_left_alone(tmp_path: Path) -> None:

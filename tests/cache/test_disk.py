@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -347,11 +348,8 @@ def test_two_tiers_share_a_folder(tmp_path: Path) -> None:
             if number % 20 == 0:
                 tier.flush()
 
-    threads = [threading.Thread(target=work, args=(tier,)) for tier in tiers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, tiers))
     for tier in tiers:
         tier.close()
         assert tier.stats()["corrupt"] == 0

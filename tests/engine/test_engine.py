@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,12 +50,9 @@ def test_requests_from_many_threads(engine: Engine) -> None:
     def submit(i: int) -> None:
         engine.submit(Request(str(i), prompt(10 + i), params), events.put)
 
-    threads = [threading.Thread(target=submit, args=(i,)) for i in range(12)]
-    for thread in threads:
-        thread.start()
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(submit, range(12)))
     seen = collect(events, 12)
-    for thread in threads:
-        thread.join()
     model = tiny_model("qwen3-v4", quantized=True)
     for i in range(12):
         assert tokens(seen[str(i)]) == alone(model, prompt(10 + i), params).token_ids

@@ -326,16 +326,9 @@ def test_used_grammars_are_counted_with_about_what_they_take() -> None:
 
 
 def test_threads_may_compile_at_once() -> None:
-    compiler, collected = fresh_compiler(), []
     specs = [regex(f"[a-{c}]+") for c in "bcdb"]
-    threads = [
-        threading.Thread(target=lambda s=s: collected.append(compiler.start(s))) for s in specs
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(collected) == 4
+    with ThreadPoolExecutor() as pool:
+        assert len(list(pool.map(fresh_compiler().start, specs))) == 4
 
 
 # -- lexers ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,8 @@ def test_a_process_that_writes_much_ends() -> None:
 
 def test_two_starts_of_one_job_run_it_once() -> None:
     jobs = Jobs([sys.executable])
-    both = [threading.Thread(target=jobs.start, args=(job(),)) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(jobs.start, [job(), job()]))
     (one,) = jobs.all()
     jobs.act(one.id, "cancel")
     wait_until(lambda: one.ended)

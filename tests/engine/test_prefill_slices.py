@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,6 +123,10 @@ class Bench:
             self.step()
         return self.token_s[name][0]
 
+    def run(self, name: str, num_prompt: int, **more: Any) -> float:
+        self.add(name, num_prompt, **more)
+        return self.until(name)
+
     def longest_gap(self, name: str) -> float:
         times = self.token_s[name]
         return max(after - before for before, after in pairwise(times))
@@ -130,13 +135,11 @@ class Bench:
 @pytest.mark.parametrize(("chip", "model"), CASES)
 def test_a_stream_waits_for_one_slice_of_a_long_prompt_at_most(chip: str, model: str) -> None:
     bench = Bench(chip, model)
-    bench.add("stream", 600, max_tokens=10_000)
-    bench.until("stream")
+    bench.run("stream", 600, max_tokens=10_000)
     for _ in range(5):
         bench.step()
     decode_s = bench.longest_gap("stream")
-    bench.add("long", 12_000)
-    bench.until("long")
+    bench.run("long", 12_000)
     assert bench.longest_gap("stream") <= 1.2 * max(SLICE_S, decode_s)
 
 
@@ -244,10 +247,8 @@ def test_stages_are_busy_where_all_steps_verify_proposals(num_stages: int) -> No
 def test_slices_are_what_stages_take(chip: str, model: str, slowness: tuple[float, ...]) -> None:
     """Also behind a long prompt alone, of which rank 0 sees its own part in time only."""
     bench = MicroBatchBench(chip, model, slowness=slowness, num_stages=len(slowness))
-    bench.add("first", 12_000)
-    bench.until("first")
-    bench.add("stream", 100, max_tokens=10_000)
-    bench.until("stream")
+    bench.run("first", 12_000)
+    bench.run("stream", 100, max_tokens=10_000)
     for _ in range(5):
         bench.step()
     decode_s = bench.longest_gap("stream")
@@ -263,8 +264,7 @@ def test_slices_are_what_stages_take(chip: str, model: str, slowness: tuple[floa
 @pytest.mark.parametrize(("chip", "model"), CASES)
 def test_a_long_prompt_alone_is_as_quick_as_with_its_best_chunk(chip: str, model: str) -> None:
     def alone(bench: Bench) -> float:
-        bench.add("long", 24_000)
-        return bench.until("long")
+        return bench.run("long", 24_000)
 
     best = min(alone(Bench(chip, model, None, chunk)) for chunk in (256, 512, 1024, 2048))
     warm = Bench(chip, model)
@@ -317,11 +317,9 @@ def test_what_is_known_of_other_lengths_follows_when_a_machine_gets_slower(
     """Two steps may be longer than a slice; without a lower bound each of them was."""
     monkeypatch.setitem(CHIPS, "some cores", (12e12, 400e9))
     bench = Bench("some cores", "4B")
-    bench.add("stream", 30, max_tokens=10_000)
-    bench.until("stream")
+    bench.run("stream", 30, max_tokens=10_000)
     for number in range(8):
-        bench.add(f"before {number}", before)
-        bench.until(f"before {number}")
+        bench.run(f"before {number}", before)
     monkeypatch.setitem(CHIPS, "some cores", (1.2e12, 400e9))  # 9 ms a token
     changed_s = bench.now_s
     for number in range(24):
@@ -337,8 +335,7 @@ def test_what_is_known_of_other_lengths_follows_when_a_machine_gets_slower(
 def test_steps_that_keys_share_grow_to_twice_the_last_one_at_most() -> None:
     """However cheap a token is said to be."""
     bench = Bench("M3 Ultra", "4B")
-    bench.add("stream", 30, max_tokens=10_000, tenant=Tenant("light"))
-    bench.until("stream")
+    bench.run("stream", 30, max_tokens=10_000, tenant=Tenant("light"))
     bench.add("long", 6_000, tenant=Tenant("heavy"))
     bench.step()
     sizer, running = bench.scheduler.prefill, bench.scheduler.queues.running
@@ -350,8 +347,7 @@ def test_steps_that_keys_share_grow_to_twice_the_last_one_at_most() -> None:
 
 def test_a_limit_after_a_stopped_step_rises_again() -> None:
     bench = Bench("M4 Max", "4B")
-    bench.add("first", 4000)
-    bench.until("first")
+    bench.run("first", 4000)
     bench.add("long", 40_000)
     batch = bench.scheduler.next_batch()
     assert batch is not None
@@ -366,11 +362,9 @@ def test_a_limit_after_a_stopped_step_rises_again() -> None:
 
 def test_slices_are_used_to_most_of_their_length() -> None:
     bench = Bench("M4 Max", "4B")
-    bench.add("stream", 600, max_tokens=10_000)
-    bench.until("stream")
+    bench.run("stream", 600, max_tokens=10_000)
     bench.step()
-    bench.add("long", 12_000)
-    bench.until("long")
+    bench.run("long", 12_000)
     times = bench.token_s["stream"]
     gaps = sorted(after - before for before, after in pairwise(times))
     assert gaps[len(gaps) // 2] > 0.7 * SLICE_S
@@ -378,8 +372,7 @@ def test_slices_are_used_to_most_of_their_length() -> None:
 
 def test_a_short_question_passes_a_long_prompt_and_the_long_one_goes_on() -> None:
     bench = Bench("M1 Max", "27B")
-    bench.add("stream", 100, max_tokens=10_000)
-    bench.until("stream")
+    bench.run("stream", 100, max_tokens=10_000)
     bench.add("long", 3_000)
     for _ in range(4):
         bench.step()
@@ -403,10 +396,8 @@ def test_a_fixed_chunk_ignores_time() -> None:
     sizes = []
     for chip in ("M5", "M3 Ultra"):
         bench = Bench(chip, "27B", slice_s=None, chunk=256)
-        bench.add("stream", 300, max_tokens=50)
-        bench.until("stream")
-        bench.add("long", 1000)
-        bench.until("long")
+        bench.run("stream", 300, max_tokens=50)
+        bench.run("long", 1000)
         sizes.append(bench.sizes)
     assert sizes[0] == sizes[1]
     assert set(sizes[0]) <= {256, 128, 44, 104, 0}
@@ -414,8 +405,7 @@ def test_a_fixed_chunk_ignores_time() -> None:
 
 def test_nothing_timed_begins_small_beside_a_stream() -> None:
     bench = Bench("M1 Max", "27B")
-    bench.add("stream", 100, max_tokens=100)
-    bench.until("stream")
+    bench.run("stream", 100, max_tokens=100)
     bench.scheduler.prefill = PrefillSizer(page_size=PAGE, most=MOST, slice_s=SLICE_S)
     bench.add("long", 1000)
     bench.step()

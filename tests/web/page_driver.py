@@ -105,10 +105,16 @@ class PageDriver:
         self.wait_idle(tab=tab)
         return tab.locator("article.assistant").last
 
-    def wait_for_answer(self, text: str, *, tab: Any = None) -> None:
-        """Wait until an answer's own text has this: what is drawn beside it may have it as well."""
+    def wait_for_answer(self, text: str, *, whole: bool = False, tab: Any = None) -> None:
+        """Wait until an answer's own text has this: what is drawn beside it may have it as well.
+
+        Args:
+            whole: wait until no answer arrives, too.
+        """
         selector = f"article.assistant .markdown:has-text('{text}')"
         (tab or self.page).wait_for_selector(selector)
+        if whole:
+            self.wait_idle(tab=tab)
 
     def wait_idle(self, *, tab: Any = None) -> None:
         """Wait until no answer arrives."""

@@ -136,8 +136,7 @@ def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> No
     page.click("Edit this question")
     page.page.fill("textarea[aria-label='Edit the question']", "second question")
     page.page.keyboard.press("Enter")
-    page.wait_for_answer("second answer")
-    page.wait_idle()
+    page.wait_for_answer("second answer", whole=True)
     assert "first question" not in page.server.prompt
     assert page.texts(".versions span") == ["2/2"]
     page.click("Previous version")
@@ -145,8 +144,7 @@ def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> No
     assert page.texts(".bubble") == ["first question"]
     script.says("third answer")
     page.click("Another answer")
-    page.wait_for_answer("third answer")
-    page.wait_idle()
+    page.wait_for_answer("third answer", whole=True)
     assert page.texts(".versions span") == ["1/2", "2/2"]
 
 
@@ -179,16 +177,14 @@ def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
     page.server.script.says("Rain.")
     answer.get_by_label("Result of weather").fill("rainy")
     answer.get_by_role("button", name="Send results").click()
-    page.wait_for_answer("Rain.")
-    page.wait_idle()
+    page.wait_for_answer("Rain.", whole=True)
     assert "rainy" in page.server.prompt
     assert '<tool_call>\n{"name": "weather"' in page.server.prompt
     page.server.script.says("Sun.")
     page.click("Edit this result")
     page.page.fill("textarea[aria-label='Edit the result']", "sunny")
     page.click("Send it")
-    page.wait_for_answer("Sun.")
-    page.wait_idle()
+    page.wait_for_answer("Sun.", whole=True)
     assert "sunny" in page.server.prompt
     assert "rainy" not in page.server.prompt
     assert page.texts("article.tool .versions span") == ["2/2"]
@@ -402,8 +398,7 @@ def test_an_answer_goes_on_after_a_lost_connection(page: PageDriver) -> None:
     assert loop is not None
     loop.call_soon_threadsafe(lambda: [c.transport.abort() for c in list(state.connections)])
     script.go_on.set()
-    page.wait_for_answer("One two three four five")
-    page.wait_idle()
+    page.wait_for_answer("One two three four five", whole=True)
     page.errors.clear()
 
 
@@ -416,8 +411,7 @@ def test_a_failed_answer_says_why_and_can_be_tried_again(page: PageDriver) -> No
     page.server.service.draining = False
     page.server.script.says("All five.")
     answer.get_by_role("button", name="Try again").click()
-    page.wait_for_answer("All five.")
-    page.wait_idle()
+    page.wait_for_answer("All five.", whole=True)
 
 
 @pytest.mark.parametrize("state", ["isComposing: true", "keyCode: 229"])
@@ -479,8 +473,7 @@ def test_an_answer_that_was_cut_off_goes_on(page: PageDriver) -> None:
     script.reset()
     script.says(" three four")
     page.click("Continue")
-    page.wait_for_answer("One two three four")
-    page.wait_idle()
+    page.wait_for_answer("One two three four", whole=True)
     assert page.server.prompt.endswith("One two")
     assert page.page.locator("article.assistant").count() == 1
     assert page.page.get_by_role("button", name="Continue").count() == 0

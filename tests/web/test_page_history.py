@@ -31,8 +31,7 @@ def test_a_reload_keeps_a_conversation_with_its_settings_and_branch(page: PageDr
     page.answered("Reload me")
     page.server.script.says("The second.")
     page.click("Another answer")
-    page.wait_for_answer("The second.")
-    page.wait_idle()
+    page.wait_for_answer("The second.", whole=True)
     page.click("Previous version")
     page.wait_for_answer("The first.")
     history = history_of(page.server)
@@ -50,8 +49,7 @@ def test_search_finds_a_message_in_another_branch_and_opens_it(page: PageDriver)
     page.answered("Animals")
     page.server.script.says("The giraffe is tall.")
     page.click("Another answer")
-    page.wait_for_answer("giraffe")
-    page.wait_idle()
+    page.wait_for_answer("giraffe", whole=True)
     page.click("New chat", at=0)
     page.page.fill("#search", "zebra")
     page.page.locator("mark", has_text="zebra").wait_for()
@@ -127,8 +125,7 @@ def test_an_answer_that_ends_before_another_tab_follows_it_is_shown_there(page: 
     page.server.script.go_on.set()
     page.wait_idle(tab=other)
     held[0].continue_()
-    page.wait_for_answer("Seen by both.")
-    page.wait_idle()
+    page.wait_for_answer("Seen by both.", whole=True)
 
 
 def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver) -> None:
@@ -139,8 +136,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver)
     page.page.wait_for_selector(".welcome")
     page.server.script.go_on.set()
     entry(page, "Background").locator(".entry").click()
-    page.wait_for_answer("Slowly it comes.")
-    page.wait_idle()
+    page.wait_for_answer("Slowly it comes.", whole=True)
 
 
 def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: PageDriver) -> None:
@@ -162,8 +158,7 @@ def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: Pag
     entry(page, "Overtaken").get_by_text("answering…").wait_for(state="detached")
     [(route, reply)] = read
     route.fulfill(response=reply)
-    page.wait_for_answer("Slowly it comes.")
-    page.wait_idle()
+    page.wait_for_answer("Slowly it comes.", whole=True)
 
 
 def test_of_two_conversations_the_one_chosen_last_is_shown(page: PageDriver) -> None:
@@ -201,8 +196,7 @@ def test_an_answer_goes_on_without_its_tab_and_is_seen_by_others(page: PageDrive
     page.wait_for_answer("Half an answer", tab=other)
     page.server.script.go_on.set()
     for page_ in (page.page, other):
-        page.wait_for_answer("Half an answer and the rest", tab=page_)
-        page.wait_idle(tab=page_)
+        page.wait_for_answer("Half an answer and the rest", tab=page_, whole=True)
     history = history_of(page.server)
     stored = history.branch("", where.removeprefix("#chat/"))
     assert [m.content for m in stored] == ["Close me", "Half an answer and the rest"]
@@ -330,8 +324,7 @@ def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: Pag
     try:
         page.ask("Not kept")
         page.page.wait_for_selector(".notice:has-text('Not saved')")
-        page.wait_for_answer("ok")
-        page.wait_idle()
+        page.wait_for_answer("ok", whole=True)
     finally:
         history._file._db.execute("PRAGMA query_only = OFF")
     page.errors.clear()

@@ -33,12 +33,18 @@ def on_disk(folder: Path, case: str = "qwen3-v4", **changes: Any) -> Harness:
 def answer(harness: Harness, ids: list[int], params: SamplingParams = FEW) -> Outcome:
     """One request until its end, and the disk's writer with it."""
     name = str(len(harness.outcomes))
-    harness.add(name, ids, params)
-    harness.drain()
+    outcome = harness.run(name, ids, params)
     harness.turn()  # what the last step left
     assert harness.loop.store is not None
     harness.loop.store.disk.flush()
-    return harness.outcomes[name]
+    return outcome
+
+
+def leave(ids: list[int], folder: Path, case: str = "qwen3-v4") -> None:
+    """An earlier loop had a prompt, and its pages are under `folder`."""
+    earlier = on_disk(folder, case)
+    answer(earlier, ids)
+    earlier.loop.close()
 
 
 def plain(case: str, ids: list[int], params: SamplingParams = FEW, **changes: object) -> list[int]:
@@ -136,9 +142,7 @@ def test_a_shutdown_in_the_middle_of_a_request_saves_what_it_computed(tmp_path: 
 
 
 def test_a_lone_page_is_not_worth_a_look(tmp_path: Path) -> None:
-    earlier = on_disk(tmp_path)
-    answer(earlier, prompt(40))
-    earlier.loop.close()
+    leave(prompt(40), tmp_path)
     later = on_disk(tmp_path)
     assert answer(later, prompt(40)[:20]).cached_tokens == 0
     assert answer(later, prompt(40)).cached_tokens == 20, "what the request before left"
@@ -154,9 +158,7 @@ def test_a_prompt_that_fills_the_pool_comes_back(tmp_path: Path) -> None:
 
 def begun_and_ended(folder: Path) -> Harness:
     """A loop in which a request found a prefix on the disk, and went before its first step."""
-    earlier = on_disk(folder)
-    answer(earlier, prompt(100))
-    earlier.loop.close()
+    leave(prompt(100), folder)
     harness = on_disk(folder)
     scheduler = harness.loop.scheduler
     gone = scheduler.queues.add(Request("gone", prompt(100), FEW), max_output=4)
@@ -205,9 +207,7 @@ DAMAGES = (truncate, flip, Path.unlink)
 @pytest.mark.parametrize(("case", "damage"), [*zip(CASES, DAMAGES, strict=True)])
 def test_damage_costs_a_miss(case: str, damage: Callable[[Path], None], tmp_path: Path) -> None:
     shared = prompt(100)
-    earlier = on_disk(tmp_path, case)
-    answer(earlier, shared)
-    earlier.loop.close()
+    leave(shared, tmp_path, case)
     for path in files_in(tmp_path)[::2]:
         damage(path)
     later = on_disk(tmp_path, case)
@@ -235,9 +235,7 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
 
 def test_other_formats_and_models_find_nothing(tmp_path: Path) -> None:
     shared = prompt(100)
-    earlier = on_disk(tmp_path)
-    answer(earlier, shared)
-    earlier.loop.close()
+    leave(shared, tmp_path)
     other_model = DiskOptions(
         folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: "of other weights"
     )
@@ -310,14 +308,11 @@ def test_two_namespaces_never_share_an_entry_on_the_disk(tmp_path: Path) -> None
 def test_requests_do_not_wait_for_the_identity_of_the_weights(tmp_path: Path) -> None:
     """Until it is known nothing is read or stored; then the tier opens, and a shutdown saves."""
     shared = prompt(100)
-    earlier = on_disk(tmp_path)
-    answer(earlier, shared)
-    earlier.loop.close()
+    leave(shared, tmp_path)
     seen: list[str | None] = [None]
     disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: seen[0])
     later = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
-    later.add("early", shared, FEW)
-    later.drain()
+    later.run("early", shared, FEW)
     assert later.loop.store is not None
     assert later.loop.store.disk is None
     assert later.outcomes["early"].cached_tokens == 0
@@ -340,8 +335,7 @@ def test_an_identity_that_comes_at_the_end_still_saves(tmp_path: Path) -> None:
 
     disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=late)
     earlier = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
-    earlier.add("a", prompt(100), FEW)
-    earlier.drain()
+    earlier.run("a", prompt(100), FEW)
     assert set(waits[1:]) == {0.0}, "steps do not wait"
     earlier.loop.close()
     assert files_in(tmp_path)

@@ -250,8 +250,7 @@ def test_tokens_stay_the_same_while_arrays_grow() -> None:
     assert {layer.num_pages for layer in cache.paged} == {FIRST_PAGES}
     for i in range(45):
         for harness in (grows, fixed):
-            harness.add(str(i), prompt(40, i), SamplingParams(max_tokens=2))
-            harness.drain()
+            harness.run(str(i), prompt(40, i), SamplingParams(max_tokens=2))
     assert {layer.num_pages for layer in cache.paged} == {256}
     assert [o.token_ids for o in grows.outcomes.values()] == [
         o.token_ids for o in fixed.outcomes.values()
@@ -289,8 +288,7 @@ def test_answers_of_one_token_leave_nothing(case: str) -> None:
     harness = Harness(tiny_model(case), prefill_chunk=64, max_context=1000, prefix_cache=False)
     active = []
     for i in range(12):
-        harness.add(f"{i}", prompt(100, i), SamplingParams(max_tokens=1))
-        harness.drain()
+        harness.run(f"{i}", prompt(100, i), SamplingParams(max_tokens=1))
         gc.collect()
         active.append(mx.get_active_memory())
     assert active[-1] - active[3] < 400_000, active  # a megabyte and more if they are kept
@@ -301,11 +299,9 @@ def test_pages_that_larger_arrays_replaced_are_freed(monkeypatch: pytest.MonkeyP
     cleared: list[int] = []
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
     harness = Harness(tiny_model("qwen3-v4"), prefill_chunk=64)
-    harness.add("a", prompt(40, 1), SamplingParams(max_tokens=2))
-    harness.drain()
+    harness.run("a", prompt(40, 1), SamplingParams(max_tokens=2))
     before, num_pages = len(cleared), harness.loop.cache.groups[0].num_pages
-    harness.add("b", prompt(900, 2), SamplingParams(max_tokens=2))
-    harness.drain()
+    harness.run("b", prompt(900, 2), SamplingParams(max_tokens=2))
     assert harness.loop.cache.groups[0].num_pages > num_pages
     assert len(cleared) > before
 
@@ -325,6 +321,5 @@ def test_buffers_of_prompts_are_freed_after_the_last(monkeypatch: pytest.MonkeyP
     assert len(cleared) == 1
     assert cleared[0] == max(outcome.turns[0] for outcome in outcomes.values())
     monkeypatch.setattr(mx, "get_cache_memory", lambda: MAX_CACHED_BYTES)
-    harness.add("e", prompt(200, 3), params)
-    harness.drain()
+    harness.run("e", prompt(200, 3), params)
     assert len(cleared) == 1, "few are kept"

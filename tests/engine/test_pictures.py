@@ -99,8 +99,7 @@ def test_a_picture_in_another_conversation_runs_no_tower_and_shares_pages() -> N
     one = picture(3, 4, 9)
     harness, before = Harness(model), len(tower_of(model).passes)
     ids, pictures = placed(one, prompt(3))
-    harness.add("first", ids, GREEDY, pictures=pictures)
-    harness.drain()
+    harness.run("first", ids, GREEDY, pictures=pictures)
     assert len(tower_of(model).passes) == before + 1
     ids, pictures = placed(one, prompt(20, 5))
     second = harness.run("second", ids, GREEDY, pictures=pictures)
@@ -407,8 +406,7 @@ def test_features_that_were_used_last_stay() -> None:
 
     def ask(name: str, seed: int) -> None:
         ids, pictures = placed(prompt(3, int(name)), picture(seed, 4, 4), prompt(3))
-        harness.add(name, ids, SamplingParams(max_tokens=1), pictures=pictures)
-        harness.drain()
+        harness.run(name, ids, SamplingParams(max_tokens=1), pictures=pictures)
 
     for name, seed in enumerate((1, 2, 1, 3, 1)):  # 3 takes the place of 2
         ask(str(name), seed)
@@ -489,8 +487,7 @@ def test_rope_positions_of_three_axes_are_those_of_the_whole_prompt(case: str) -
         forward(metadata)
 
     harness.loop.runner.forward.cache.begin_step = watched  # type: ignore[method-assign]
-    harness.add("it", ids, SamplingParams(max_tokens=20), pictures=pictures)
-    harness.drain()
+    harness.run("it", ids, SamplingParams(max_tokens=20), pictures=pictures)
     for places, turning in kept:
         np.testing.assert_array_equal(
             np.broadcast_to(turning, (3, len(places))), expected[:, places]

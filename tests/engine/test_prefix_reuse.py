@@ -15,8 +15,7 @@ GREEDY = SamplingParams(max_tokens=8)
 def reuse(first: list[int], second: list[int], **changes: object) -> tuple[list[int], int]:
     """Tokens of `second` after `first` has ended, and how much of its prompt was computed."""
     harness = Harness(tiny_model("qwen3-v4", quantized=True), **changes)
-    harness.add("first", first, GREEDY)
-    harness.drain()
+    harness.run("first", first, GREEDY)
     before = harness.loop.scheduler.counters.prompt_tokens_computed
     tokens = harness.run("second", second, GREEDY).token_ids
     return tokens, harness.loop.scheduler.counters.prompt_tokens_computed - before
@@ -73,8 +72,7 @@ def test_two_at_once_compute_a_new_prefix_once() -> None:
 
 def test_prompt_logits_compute_every_position() -> None:
     harness = Harness(tiny_model("qwen3-v4"))
-    harness.add("first", prompt(50), GREEDY)
-    harness.drain()
+    harness.run("first", prompt(50), GREEDY)
     assert len(harness.logits(prompt(50))) == 50
 
 
@@ -172,8 +170,7 @@ def test_a_partial_page_is_copied_for_sequences_without_a_tail() -> None:
     params = SamplingParams(max_tokens=12)
     head = prompt(5)
     harness = Harness(model, max_batch=64, prefill_chunk=256)
-    harness.add("warm", head + prompt(5, seed=1), params)
-    harness.drain()
+    harness.run("warm", head + prompt(5, seed=1), params)
     asked = {str(i): head + prompt(10, seed=100 + i) for i in range(16)}
     for name, ids in asked.items():
         harness.add(name, ids, params)
@@ -225,8 +222,7 @@ def test_a_request_knows_where_its_reuse_ended(tmp_path: Path) -> None:
 )
 def test_reuse_ends_where_states_or_windows_are_gone(name: str, end: ReuseEnd) -> None:
     harness, ids = Harness(tiny_model(name)), prompt(700)
-    harness.add("first", ids, GREEDY)
-    harness.drain()
+    harness.run("first", ids, GREEDY)
     harness.add("it", ids[:90] + [1] * 60, GREEDY)
     harness.turn(1)
     sequence = harness.loop.scheduler.queues.find("it")

@@ -35,8 +35,7 @@ def test_batched_equals_alone(chunk: int) -> None:
 
 def test_keys_of_two_variants_are_never_shared() -> None:
     harness = Harness(tiny_model(CASE, quantized=True), page_size=4)
-    harness.add("long", LONG, params(4))
-    harness.drain()
+    harness.run("long", LONG, params(4))
     harness.add("short", LONG[:10], params(4))
     harness.add("again", LONG[:38], params(4))
     outcomes = harness.drain()

@@ -16,8 +16,7 @@ def test_a_repeated_prompt_fits_in_a_pool_of_its_own_size(case: str, length: int
     model = tiny_model(case, quantized=True)
     harness = Harness(model, num_pages=-(-(length + 5) // PAGE), max_batch=2)
     for i in range(3):
-        harness.add(str(i), prompt(length), SamplingParams(max_tokens=5))
-        harness.drain()
+        harness.run(str(i), prompt(length), SamplingParams(max_tokens=5))
     first, *others = [outcome.token_ids for outcome in harness.outcomes.values()]
     assert len(first) == 5
     assert others == [first, first]

@@ -98,8 +98,7 @@ def test_answers_are_those_of_one_rank(
     queues.preempt(queues.running[-1])
     harness.drain()
     rows["cached"] = rows["1"][0] + rows["0"][0], DRAWN
-    harness.add("cached", *rows["cached"])
-    harness.drain()
+    harness.run("cached", *rows["cached"])
     harness.loop.assemble()
     rows["anew"] = rows["cached"]
     harness.add("anew", *rows["anew"])
@@ -152,8 +151,7 @@ def test_rank_0_knows_which_steps_other_stages_still_work_on(
     monkeypatch.setattr(PrefillSizer, "observe", observe)
     for proposer in (None, speculation):
         harness = Harness(model, proposer=proposer, followers=group, prefill_chunk=16)
-        harness.add("a", prompt(80), SamplingParams(max_tokens=1))
-        harness.drain()
+        harness.run("a", prompt(80), SamplingParams(max_tokens=1))
         harness.loop.close()
         group.load("eagle", folder, dtype="auto", pipeline=True, watch=None)
     assert seen == [True] * 4 + [False] * 6

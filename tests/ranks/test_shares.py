@@ -272,6 +272,5 @@ def test_chunks_of_a_prompt_stream_through_stages(tmp_path):
     link = FirstLink()
     model = load_share(tiny_checkpoint(tmp_path, "llama-v4"), 0, link, pipeline=True)
     harness = Harness(model, prefill_chunk=16)
-    harness.add("a", prompt(80), SamplingParams(max_tokens=1))
-    harness.drain()
+    harness.run("a", prompt(80), SamplingParams(max_tokens=1))
     assert link.calls == [("send", 16)] * 5 + [("receive", 1)]

@@ -119,8 +119,7 @@ def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
     speculation = with_draft(model())
     harness = Harness(model(), proposer=speculation)
     for name in "ab":
-        harness.add(name, prompt(100), GREEDY)
-        harness.drain()
+        harness.run(name, prompt(100), GREEDY)
     (source,) = speculation._sources
     prefix = source._parts.scheduler.kv_manager.prefix  # type: ignore[attr-defined]
     assert prefix.tokens_reused >= 96
@@ -155,8 +154,7 @@ def test_a_draft_that_fails_is_off_for_the_request(caplog: pytest.LogCaptureFixt
 def test_a_request_without_speculation_gets_no_proposals() -> None:
     speculation = with_draft(model())
     harness = Harness(model(), proposer=speculation)
-    harness.add("a", prompt(30), replace(GREEDY, speculate=False))
-    harness.drain()
+    harness.run("a", prompt(30), replace(GREEDY, speculate=False))
     assert counts(speculation) == (0, 0)
 
 
@@ -238,8 +236,7 @@ def test_a_chunk_of_few_tokens_up_to_a_pages_end_is_sealed_before_the_next() -> 
     for seed, length in enumerate((5, 10, 11, 12, 13)):
         ids = prompt(90, seed)
         for part in (ids[:length], ids):
-            harness.add(f"{seed} {len(part)}", part, GREEDY)
-            harness.drain()
+            harness.run(f"{seed} {len(part)}", part, GREEDY)
     stats = speculation.stats()
     assert stats["drafted"]
     assert not stats["switched_off"], stats

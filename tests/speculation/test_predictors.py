@@ -143,8 +143,7 @@ def test_prompts_are_prefix_cached_in_the_head_too() -> None:
     speculation, source = speculation_of(model, head)
     harness = Harness(model, proposer=speculation)
     for name in "ab":
-        harness.add(name, prompt(100), GREEDY)
-        harness.drain()
+        harness.run(name, prompt(100), GREEDY)
     prefix = source._parts.scheduler.kv_manager.prefix
     assert prefix.tokens_reused >= 80
     assert speculation.stats()["accepted"] == speculation.stats()["drafted"]

@@ -106,8 +106,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended() -> None:
             harness.turn(3)
             harness.loop.abort(str(i))
     harness.drain()
-    harness.add("last", prompt(9), SamplingParams(max_tokens=4))
-    harness.drain()
+    harness.run("last", prompt(9), SamplingParams(max_tokens=4))
     (source,) = speculation._sources
     assert not speculation._known
     assert not speculation._acceptance._by_sequence

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -385,3 +386,17 @@ def test_a_limited_swiglu_is_step_3s():
     silu = [x / (1 + math.exp(-x)) for x in (3.0, -3.0, 0.5)]
     expected = [min(silu[0], 2.0) * 2.0, min(silu[1], 2.0) * -2.0, silu[2] * 0.25]
     assert np.allclose(np.array(actual)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", ["deepseek_v2-v5", "deepseek_v3-v4", "mistral4-v5", "minimax_m2-v5"]
+)
+def test_groups_of_experts_make_sense_or_are_refused(case: str) -> None:
+    refused = 0
+    for groups, best in product((2, 3, 5, 12), (1, 2)):
+        config = {**tiny_config(case), "n_group": groups, "topk_group": best}
+        try:
+            assert np.isfinite(logits(built(config, arrays_of(case)))).all()
+        except CheckpointError as error:
+            refused += "n_group" in str(error)
+    assert refused

@@ -239,12 +239,13 @@ class DeepseekV2(DeepseekV3):
         """Scores of a softmax; groups by their best expert."""
         fields = self.config.fields
         grouped = fields.text("topk_method") == "group_limited_greedy"
+        num_groups, num_best = expert_groups(self.config) if grouped else (1, 1)
         routing = Routing(
             self.config.experts_per_token,
             eps=SUM_EPS,
             factor=fields.number("routed_scaling_factor"),
-            num_groups=fields.integer("n_group") if grouped else 1,
-            num_best=fields.integer("topk_group") if grouped else 1,
+            num_groups=num_groups,
+            num_best=num_best,
         )
         return ExpertChoice(routing)
 
@@ -336,10 +337,31 @@ def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind in ("sparse", True) for kind in stated)
 
 
+def expert_groups(config: ModelConfig, counted: int = 1) -> tuple[int, int]:
+    """How many groups experts stand in, and of how many the best experts are taken.
+
+    Args:
+        counted: experts of a group that say how good it is.
+
+    Raises:
+        CheckpointError: no such groups can be made, or they have too few experts for a token.
+    """
+    fields, count = config.fields, config.num_experts
+    groups, best = fields.integer("n_group"), fields.integer("topk_group")
+    in_best, chosen = best * count // groups, config.experts_per_token
+    if best < groups and (count % groups or count < counted * groups or in_best < chosen):
+        raise CheckpointError(
+            f"n_group in {fields.where} is {groups} and topk_group {best}, for {count} experts of "
+            f"which a token gets {chosen}; expected equal groups, and enough experts in the best."
+        )
+    return groups, best
+
+
 def biased_routing(family: Family, path: str) -> ExpertChoice:
     """Sigmoid scores. Groups and experts are chosen by score plus bias. A factor of null is 1."""
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
+    num_groups, num_best = expert_groups(config, counted=2)
     routing = Routing(
         config.experts_per_token,
         sigmoid=True,
@@ -347,8 +369,8 @@ def biased_routing(family: Family, path: str) -> ExpertChoice:
         biased=True,
         eps=SUM_EPS,
         factor=fields.number("routed_scaling_factor", default=1.0),
-        num_groups=fields.integer("n_group"),
-        num_best=fields.integer("topk_group"),
+        num_groups=num_groups,
+        num_best=num_best,
         counted=2,
     )
     return ExpertChoice(routing, bias.astype(mx.float32))

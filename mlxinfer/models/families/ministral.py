@@ -10,7 +10,7 @@ from ...layers.moe import ExpertChoice
 from ...layers.rope import QueryScale
 from ...metal_kernels.routing import SUM_EPS, Routing
 from ..jsonfields import Fields
-from .deepseek import PLAIN_ROUTING, DeepseekV3
+from .deepseek import PLAIN_ROUTING, DeepseekV3, expert_groups
 from .llama import Mistral, whole_heads
 
 
@@ -60,13 +60,14 @@ class Mistral4(DeepseekV3):
     def routing(self, path: str) -> ExpertChoice:
         """Scores of a softmax; groups by their two best experts."""
         fields = self.config.fields
+        num_groups, num_best = expert_groups(self.config, counted=2)
         routing = Routing(
             self.config.experts_per_token,
             normalised=self.config.norm_topk_prob,
             eps=SUM_EPS,
             factor=fields.number("routed_scaling_factor"),
-            num_groups=fields.integer("n_group"),
-            num_best=fields.integer("topk_group"),
+            num_groups=num_groups,
+            num_best=num_best,
             counted=2,
         )
         return ExpertChoice(routing)

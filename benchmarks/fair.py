@@ -2,9 +2,10 @@
 
 A server with two keys, each of one half. The light key streams an answer, waits a second, and asks
 again: on the idle server, beside one stream of the heavy key, beside 64 of its clients that hang up
-in 30 % of requests (chats, prompts, grammars, PDFs, pictures), and beside a queue that it fills.
-With the key of the heavy clients, the same shows what there would be without shares. The heavy
-clients are a process of their own, on the same cores: `python -m benchmarks.fair PORT SCENE`.
+in 30 % of requests (chats, prompts, grammars, PDFs, pictures), beside a queue that it fills, and
+beside floods of one kind. With the key of the heavy clients, the same shows what there would be
+without shares. The heavy clients are a process of their own, on the same cores:
+`python -m benchmarks.fair PORT SCENE`.
 """
 
 import asyncio
@@ -44,49 +45,73 @@ STARTED_S = 5.0  # for which the heavy clients are served before anything is tim
 LEAVE = 0.3  # share of the heavy requests that hang up
 SLICE_S = 0.25
 Body = dict[str, Any]
+Call = tuple[str, Body]  # the path and the body of a request
 Clock = Callable[[], float]
 
 
-def chat(content: Any, max_tokens: int, **fields: Any) -> Body:
-    """A request to the chat API."""
-    said = [{"role": "user", "content": content}]
-    return {"model": "demo", "messages": said, "max_tokens": max_tokens, **fields}
+def chat(content: Any, max_tokens: int, **fields: Any) -> Call:
+    """A request to the chat API, streamed."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}], "stream": True}
+    return "/v1/chat/completions", {**body, "max_tokens": max_tokens, **fields}
 
 
 def _words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choices(["red", "number", "fact", "of", f"{rng.random()}"], k=count))
 
 
-def _file(rng: random.Random) -> Body:
+def _file(rng: random.Random) -> Call:
     data = pdf(*[_words(rng, 5) for _ in range(20)])
     url = "data:application/pdf;base64," + base64.b64encode(data).decode()
     file = {"type": "file", "file": {"filename": "a.pdf", "file_data": url}}
     return chat([file, {"type": "text", "text": "What is it?"}], 8)
 
 
-def _picture(rng: random.Random) -> Body:
+def _picture(rng: random.Random) -> Call:
     pixels = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (300, 400, 3), np.uint8)
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")
     url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
     shown = {"type": "image_url", "image_url": {"url": url}}
-    return {**chat([shown, {"type": "text", "text": "What is it?"}], 8), "model": "see"}
+    return chat([shown, {"type": "text", "text": "What is it?"}], 8, model="see")
 
 
-def _grammar(rng: random.Random) -> Body:
+def _grammar(rng: random.Random) -> Call:
     return chat("A number", 24, guided_regex=f"[0-9]{{{rng.randint(4, 12)}}}{rng.randrange(999)}")
 
 
-def _talk(rng: random.Random) -> Body:
+def _talk(rng: random.Random) -> Call:
     return chat(_words(rng, rng.choice([5, 30, 80])), rng.choice([5, 15, 40, 200]))
 
 
-def _document(rng: random.Random) -> Body:
-    return chat(_words(rng, 400), 12)
+def _document(rng: random.Random) -> Call:
+    return chat(_words(rng, 300), 12)
 
 
-def _long(rng: random.Random) -> Body:
+def _long(rng: random.Random) -> Call:
     return chat(_words(rng, 5), 600, ignore_eos=True)
+
+
+def _eight(rng: random.Random) -> Call:
+    return chat(_words(rng, 20), 40, n=8, ignore_eos=True)
+
+
+def _background(rng: random.Random) -> Call:
+    asked = {"input": _words(rng, 30), "max_output_tokens": 60}
+    return "/v1/responses", {"model": "demo", "background": True, **asked}
+
+
+def _prompts(rng: random.Random) -> Call:
+    prompts = [_words(rng, 20) for _ in range(32)]
+    return "/v1/completions", {
+        "model": "demo",
+        "prompt": prompts,
+        "max_tokens": 20,
+        "ignore_eos": True,
+    }
+
+
+def _tokenize(rng: random.Random) -> Call:
+    return "/tokenize", {"model": "demo", "prompt": _words(rng, 1000) * 400}  # 3 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +120,12 @@ class Scene:
 
     Attributes:
         clients: how many.
-        kinds: functions that make a request's body; each request draws one at random.
+        kinds: functions that make a request; each client draws one at random, again and again.
         leave: share of the requests that hang up.
     """
 
     clients: int
-    kinds: tuple[Callable[[random.Random], Body], ...]
+    kinds: tuple[Callable[[random.Random], Call], ...]
     leave: float = 0.0
 
 
@@ -109,9 +134,13 @@ SCENES = {
     "one stream": Scene(1, (_long,)),
     "64 clients": Scene(64, (_talk, _talk, _talk, _document, _grammar, _file, _picture), LEAVE),
     "a full queue": Scene(150, (_long,)),
+    "24 clients with n=8": Scene(24, (_eight,)),
+    "24 clients with responses in the background": Scene(24, (_background,)),
+    "12 clients with 32 prompts in a request": Scene(12, (_prompts,)),
+    "8 clients with 3 MB for /tokenize": Scene(8, (_tokenize,)),
 }
 CASES = [(True, name) for name in SCENES]  # whether the light client has a key of its own
-CASES += [(False, name) for name, scene in SCENES.items() if scene.clients > 1]
+CASES += [(False, "64 clients"), (False, "a full queue")]
 
 
 # -- the heavy key --------------------------------------------------------------------------------
@@ -127,12 +156,13 @@ class Streamed:
 
 
 async def ask(
-    port: int, key: str, body: Body, leaves_s: float | None = None, clock: Clock = time.monotonic
+    port: int, key: str, call: Call, leaves_s: float | None = None, clock: Clock = time.monotonic
 ) -> Streamed:
-    """Stream an answer, or hang up after a time."""
-    data = json.dumps({**body, "stream": True}).encode()
+    """Read an answer as it comes, or hang up after a time."""
+    path, body = call
+    data = json.dumps(body).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         f"content-type: application/json\r\nauthorization: Bearer {key}\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
@@ -161,6 +191,8 @@ async def client(port: int, scene: Scene, rng: random.Random) -> None:
             answer = await ask(port, HEAVY, rng.choice(scene.kinds)(rng), leaves_s)
             if answer.status == "503":
                 await asyncio.sleep(0.3)
+            elif answer.status not in ("200", "left"):
+                raise MlxinferError(f"A heavy request failed: {answer.status}")
 
 
 async def flood(port: int, scene: Scene) -> None:
@@ -181,6 +213,8 @@ def beside(port: int, name: str, clock: Clock) -> Iterator[None]:
             while clock() < until_s and process.poll() is None:
                 time.sleep(0.1)
             yield
+            if process.poll() is not None:
+                raise MlxinferError(f"The heavy clients ended before the light one, beside {name}.")
         finally:
             process.kill()  # its clients hang up
 
@@ -192,8 +226,8 @@ async def light(port: int, key: str, count: int, clock: Clock) -> list[Streamed]
     """Short answers, one after the other."""
     answers = []
     for _ in range(count):
-        body = chat(f"What is {time.monotonic():.6f}", ANSWER, ignore_eos=True, temperature=0)
-        answers.append(await ask(port, key, body, clock=clock))
+        call = chat(f"What is {time.monotonic():.6f}", ANSWER, ignore_eos=True, temperature=0)
+        answers.append(await ask(port, key, call, clock=clock))
         await asyncio.sleep(PAUSE_S)
     return answers
 

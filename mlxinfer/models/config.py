@@ -33,6 +33,8 @@ _SEES_AHEAD, _SOFT_CAP = "use_bidirectional_attention", "attn_logit_softcapping"
 # For these null means the family's default, as in transformers. For windows and caps it means that
 # there is none, and for sizes of heads that they follow from others.
 _NEVER_NULL = ("rope_theta", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor")
+# Families that read these have a default for them; others compute without them, whatever is stated.
+_OF_FEW = ("final_logit_softcapping", "query_pre_attn_scalar")
 
 NOTHING = StateSpec(())  # what a layer without a cache keeps
 
@@ -213,7 +215,7 @@ def _completed(fields: Fields, family: Any) -> Fields:
     if fields.get("rope_parameters") is not None:
         assumed.pop("rope_scaling", None)
     unsaid = {key for key in _NEVER_NULL if key in family.defaults and fields.get(key) is None}
-    silent = unsaid.union(family.ignored)
+    silent = unsaid.union(family.ignored, (key for key in _OF_FEW if key not in family.defaults))
     stated = {key: value for key, value in fields.values.items() if key not in silent}
     return Fields({**assumed, **stated}, fields.where)
 

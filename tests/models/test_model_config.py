@@ -118,6 +118,15 @@ def test_a_null_about_positions_is_silence(key):
     assert cases
 
 
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "query_pre_attn_scalar"])
+def test_what_few_families_read_changes_no_other(key):
+    others = [case for case in CASES.values() if key not in family(case["model_type"]).defaults]
+    assert len(others) > 100
+    for case in others:
+        assert key not in case
+        assert normalise(case | {key: 7.0}) == normalise(case), case["model_type"]
+
+
 @pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
 def test_a_window_of_qwen_has_a_size_of_its_own(case):
     config = tiny_config(case) | {"use_sliding_window": True, "max_window_layers": 2}

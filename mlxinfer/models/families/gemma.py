@@ -62,6 +62,7 @@ class Gemma3(Gemma2):
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
         "tie_word_embeddings": True,

@@ -148,6 +148,7 @@ class Gemma4(Family):
         "max_position_embeddings": 131_072,
         "sliding_window": 512,
         "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
         "rope_parameters": _ROPES,
         "attention_k_eq_v": False,
         "enable_moe_block": False,

@@ -27,6 +27,7 @@ class Glm(Family):
         "max_position_embeddings": 131_072,
     }
     biases = ("attention_bias", None)
+    ignored = ("sliding_window",)
     head_order = pairs_apart
 
     def mlp(self, index: int) -> FeedForward:
@@ -71,6 +72,7 @@ class GlmOcr(Glm4V):
 class Glm4MoE(V3Experts):
     """Pre-norm layers, QK-norm where stated, DeepSeek V3's experts."""
 
+    ignored = ("sliding_window",)
     defaults: ClassVar = {
         **PLAIN_ROUTING,
         "num_attention_heads": 96,

@@ -44,6 +44,7 @@ class Granite(Family):
         "mlp_bias": False,
     }
     names = _NAMES
+    ignored: ClassVar[tuple[str, ...]] = ("sliding_window",)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
@@ -131,6 +132,7 @@ class GraniteSWA(Granite):
         "tie_word_embeddings": True,
         "sliding_window": 128,
     }
+    ignored = ()
     sinks = learned_sinks
 
     @classmethod

@@ -124,6 +124,7 @@ class SeedOss(Family):
         "max_position_embeddings": 524_288,
     }
     biases = ("attention_bias", "attention_out_bias")
+    ignored = ("sliding_window",)
 
 
 class HunYuanDense(Family):
@@ -180,6 +181,7 @@ class Ernie4_5(Family):
         "tie_word_embeddings": True,
     }
     biases = ("use_bias", "use_bias")
+    ignored = ("sliding_window",)
     head_order = pairs_apart
 
     @classmethod

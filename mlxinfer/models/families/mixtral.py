@@ -45,7 +45,7 @@ class MiniMaxM2(Family):
         "rope_theta": 5_000_000.0,
         "max_position_embeddings": 196_608,
     }
-    ignored: ClassVar[tuple[str, ...]] = ("attention_bias",)
+    ignored: ClassVar[tuple[str, ...]] = ("attention_bias", "sliding_window", *PLAIN_ROUTING)
     with_norms = with_wide_norms
     names: ClassVar = {
         **PROJECTIONS,

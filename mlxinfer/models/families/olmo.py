@@ -33,6 +33,7 @@ class Olmo2(PostNormFamily):
     """OLMo 2."""
 
     defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    ignored: ClassVar[tuple[str, ...]] = ("sliding_window",)
     with_norms = with_wide_norms
 
 
@@ -45,6 +46,7 @@ class Olmo3(Olmo2):
         "sliding_window_pattern": 4,
         "rope_theta": 500_000.0,
     }
+    ignored = ()
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:

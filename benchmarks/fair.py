@@ -44,6 +44,7 @@ PAUSE_S = 1.0  # between two answers of the light key
 STARTED_S = 5.0  # for which the heavy clients are served before anything is timed
 LEAVE = 0.3  # share of the heavy requests that hang up
 SLICE_S = 0.25
+LONGEST = 1 << 25  # bytes of a line: the ids of a long text are one
 Body = dict[str, Any]
 Call = tuple[str, Body]  # the path and the body of a request
 Clock = Callable[[], float]
@@ -166,7 +167,7 @@ async def ask(
         f"content-type: application/json\r\nauthorization: Bearer {key}\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LONGEST)
     answer = Streamed("left", clock())
     try:
         writer.write(head.encode() + data)

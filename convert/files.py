@@ -111,16 +111,6 @@ def write_file(path: Path, data: bytes) -> None:
     os.replace(partial, path)
 
 
-def write_at(path: Path, position: int, data: NDArray[np.generic]) -> None:
-    """Put `data` into a file that is there, and return when it is on the disk."""
-    handle = os.open(path, os.O_WRONLY)
-    try:
-        _put(handle, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, position)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def damaged(path: Path) -> ConversionError:
     return ConversionError(
         f"{path} is damaged, so this conversion cannot continue; use --restart to begin again."

@@ -301,7 +301,6 @@ def laid_out(pieces: Mapping[str, list[PlannedArray]]) -> list[PlannedArray]:
 
 MAX_WORKERS = 8
 BYTES_PER_WEIGHT = 14  # of a block in flight: as read, in float32, codes, and what is written
-LEARNING_COPIES = 6  # of a layer while it learns: source, codes, values, joined, gradients twice
 LAYER_COPIES = 3  # of a layer in float32 while it is run: as read, joined, one changed
 MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 21  # numbers
 BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
@@ -351,8 +350,6 @@ def make_budget(
         parts.append(moments + states + LAYER_COPIES * layer)
     if options.targeted:
         parts.append(states + probed + LAYER_COPIES * layer)
-    if options.learn_minutes is not None:
-        parts.append(2 * states + LEARNING_COPIES * layer)
     peak = base + max(parts)
     return MemoryBudget(inputs, probes, block, workers, peak)
 

@@ -21,7 +21,6 @@ import hashlib
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import inf
 from typing import Any, Final
 
 from ..errors import InvalidRequestError
@@ -296,7 +295,6 @@ class ConversionOptions:
     target_bytes: int | None = None
     searched: bool = True  # scales by squared error; False: as mx.quantize
     calibration: str | None = None  # text; None: squared errors count alike
-    learn_minutes: float | None = None  # for scales and biases (learn.py); None: they stay
     check_text: str | None = None  # text; None: a part of the calibration text
     check_tensors: bool = True
     max_memory: int | None = None  # bytes
@@ -304,21 +302,16 @@ class ConversionOptions:
     split_experts: bool = False  # what of an expert lies side by side (split_experts.py)
 
     def __post_init__(self) -> None:
-        limits = ("target_bpw", 1, 32), ("learn_minutes", 0, inf)
-        for name, low, high in limits:
-            value = getattr(self, name)
-            if value is not None and not low < value <= high:  # nan is refused too
-                raise InvalidRequestError(
-                    f"{name} is {value}; expected a number above {low}, at most {high}.", param=name
-                )
+        bpw = self.target_bpw
+        if bpw is not None and not 1 < bpw <= 32:  # nan is refused too
+            raise InvalidRequestError(
+                f"target_bpw is {bpw}; expected a number above 1, at most 32.", param="target_bpw"
+            )
         if self.targeted and self.calibration is None:
             what = f"The recipe {self.recipe.name}" if self.recipe.target_bpw else "A target size"
             raise InvalidRequestError(
                 f"{what} needs a text for calibration: formats are chosen by what each costs."
             )
-
-        if self.learn_minutes is not None and self.calibration is None:
-            raise InvalidRequestError("Learning needs a text for calibration.", param="learn")
 
     @property
     def feeds_back(self) -> bool:
@@ -348,7 +341,6 @@ def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
         "target": [options.goal_bpw, options.target_bytes],
         "scales": "searched" if options.searched else "extremes",
         "texts": [_digest(options.calibration), _digest(options.check_text)],
-        "learning": options.learn_minutes,
         "shards": options.shard_bytes,
         "split experts": options.split_experts,
         "check": [options.check_tensors, comparing],

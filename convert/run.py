@@ -1,7 +1,7 @@
 """A conversion, from a source to a complete folder.
 
 plan -> measure, if a target size chooses the formats -> write, file by file, each compared with the
-source when it is complete -> learn -> logits -> report -> publish. Every step continues from the
+source when it is complete -> logits -> report -> publish. Every step continues from the
 state that an interrupted run has left.
 """
 
@@ -22,7 +22,6 @@ from .arrange import ArrangedSource, arrange, check_complete, check_tower
 from .calibration.allocation import choose_formats, least_bytes
 from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
-from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
 from .calibration.logits import LogitCheck, compare_logits, limits_for, reachable_limits
 from .calibration.measure import measure_units
 from .calibration.texts import SEQUENCES, Texts, beginning, checked_positions, make_texts
@@ -88,7 +87,6 @@ class Conversion:
     progress: Progress = lambda *_: None
     arranged: ArrangedSource = field(init=False)
     budget: MemoryBudget = field(init=False)
-    _learned: list[LearnedLayer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet, or a missing part."""
@@ -236,8 +234,6 @@ class Conversion:
             notes.append(STACKED)
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
             notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
-        if self._learned:
-            notes.append(summary(self._learned))
         if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
             notes.append(FEW_TOKENS_SEEN.format(count=few))
         if anew := plan.quantised_anew:
@@ -322,7 +318,7 @@ class Conversion:
     def _write(
         self, place: Workplace, plan: ConversionPlan, journal: Journal, texts: Texts | None
     ) -> None:
-        options, learns = self.options, self.options.learn_minutes is not None
+        options = self.options
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
 
         def wrote(count: int) -> None:
@@ -345,16 +341,9 @@ class Conversion:
                     raise damaged(path)  # it was deleted or moved
                 if name not in journal.shards and not path.exists():
                     write_shard(path, plan, tensors, writer, journal)
-                if not learns:
-                    self._complete(path, tensors, journal)
+                self._complete(path, tensors, journal)
         if statistics is not None:
             statistics.write_references()
-        if learns and texts is not None:
-            self._learn(place, plan, texts)
-            for name, tensors in plan.shards():
-                if name not in journal.shards:
-                    put_into_file(place.model / name, tensors, place.learned, journal)
-                self._complete(place.model / name, tensors, journal)
 
     def _calibration(self, place: Workplace, texts: Texts) -> CalibrationPass:
         return CalibrationPass(
@@ -377,13 +366,6 @@ class Conversion:
                 block=self.budget.block, progress=self.progress,
             )  # fmt: skip
         journal.add_shard(path.name, entries)
-
-    def _learn(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> None:
-        seconds = (self.options.learn_minutes or 0) * 60
-        learning = LearningPass(
-            self.arranged, plan, place.model, place.learned, texts.calibration, seconds
-        )
-        self._learned = learning.run(self.progress)
 
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
         """Run the output as it lies in its folder, and compare its logits with the source's."""

@@ -23,7 +23,7 @@ from ..memory import human_bytes
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _LOGITS = [(f"short.{kind}", f"long.{kind}") for kind in ("logits", "nearest", "output")]
-_MADE = ("model", "learned", *(name for names in _LOGITS for name in names))
+_MADE = ("model", *(name for names in _LOGITS for name in names))
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
 _MARKS = tuple(
     name for name in _OURS if not name.startswith("model")
@@ -52,10 +52,6 @@ class Workplace:
     @property
     def journal(self) -> Path:
         return self.root / "journal.jsonl"
-
-    @property
-    def learned(self) -> Path:
-        return self.root / "learned"
 
     @property
     def references(self) -> tuple[Path, Path]:

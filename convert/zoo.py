@@ -146,7 +146,7 @@ def whole_because(source: SourceModel) -> str | None:
 
 def without_layers(source: SourceModel, options: ConversionOptions) -> ConversionOptions:
     """The options where none was given of calibration: a model that runs as a whole has none."""
-    if whole_because(source) is None or options.targeted or options.learn_minutes is not None:
+    if whole_because(source) is None or options.targeted:
         return options
     return replace(options, calibration=None, check_text=None)
 
@@ -155,7 +155,6 @@ def refuse_layers(source: SourceModel, options: ConversionOptions, *, comparing:
     """Raise InvalidRequestError for what runs a model layer by layer, where none runs alone."""
     native = is_native(source.config)
     asked = {
-        "learn": options.learn_minutes is not None,
         "target": options.targeted,
         "calibration": options.calibration is not None,
         "check": comparing,

@@ -39,7 +39,7 @@ def estimated_seconds(
     *,
     comparing: bool,
 ) -> float:
-    """Seconds of running the source, of rounding, and of learning; 0 without calibration."""
+    """Seconds of running the source and of rounding; 0 without calibration."""
     if options.calibration is None:
         return 0.0
     streamed, config = StreamedModel(arranged), arranged.config
@@ -65,7 +65,7 @@ def estimated_seconds(
     reads = 2 + options.check_tensors + comparing  # the source, to run it; the output, to run it
     seconds += reads * plan.num_weights * _reading_s(arranged, largest, budget.block)
     seconds += config.vocab_size * TOKEN_S
-    return BASE_S + seconds + 60 * (options.learn_minutes or 0)
+    return BASE_S + seconds
 
 
 def _active(arranged: ArrangedSource, output: OutputTensor) -> float:

@@ -26,8 +26,6 @@ BITS = ("2", "3", "4", "5", "6", "8")  # as convert/formats.py has them, which i
 GROUPS = ("32", "64", "128")
 
 
-ABOVE_ZERO = click.FloatRange(0, min_open=True)
-
 OPTIONS = (
     click.option("--recipe", metavar="NAME", help="4bit, 8bit, 6bit-g32, mixed, mxfp4, mxfp8, "
                  "nvfp4, bf16, fp16, keep.  [default: 4bit]"),
@@ -48,16 +46,13 @@ OPTIONS = (
                  "measurement."),
     click.option("--target-size", type=Size(), metavar="SIZE",
                  help="Size of the result, at most, such as 4GB; works as --target-bpw does."),
-    click.option("--learn", type=ABOVE_ZERO, metavar="MINUTES",
-                 help="Minutes to fit scales and biases afterwards, layer by layer."),
     click.option("--calibration", metavar="FILE",
                  help="Text that shows which weights matter most; 'none' treats all alike.  "
                  "[default: a bundled text]"),
     click.option("--check", type=click.Choice(["full", "tensors", "none"]),
                  help="Compare tensors, or also logits (full), with the source.  [default: full]"),
     click.option("--fast", is_flag=True,
-                 help="Choose scales as mlx-lm does, and leave out calibration, checks and the "
-                 "figure."),
+                 help="Choose scales as mlx-lm does, and leave out calibration and checks."),
     click.option("--tokenizer", type=click.Path(path_type=Path), metavar="FOLDER",
                  help="Folder with the tokenizer to use instead of the source's."),
     click.option("--mmproj", type=click.Path(path_type=Path), metavar="FILE",
@@ -96,7 +91,6 @@ def options_of(given: dict[str, Any]) -> "ConversionOptions":
         target_bytes=None if size is None else parse_bytes(size),
         searched=not given["fast"],
         calibration=text,
-        learn_minutes=given["learn"],
         check_text=check_text,
         check_tensors=checks(given) != "none",
         max_memory=None if memory is None else parse_bytes(memory),
@@ -132,12 +126,8 @@ def check_usage(given: dict[str, Any]) -> None:
         if given[one] and given[other]:
             raise click.UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
-    calibrated = {"A target": targeted, "--learn": given["learn"]}
-    for what in (option for option, wanted in calibrated.items() if wanted):
-        if given["fast"] or given["calibration"] == "none":
-            raise click.UsageError(
-                f"{what} needs calibration: leave out --fast, --calibration none."
-            )
+    if targeted and (given["fast"] or given["calibration"] == "none"):
+        raise click.UsageError("A target needs calibration: leave out --fast, --calibration none.")
     for name in ("recipe", "bits", "group_size") if targeted else ():
         if given[name]:
             raise click.UsageError(f"A target chooses the formats: leave out {flag_of(name)}.")

@@ -104,7 +104,6 @@ def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> Non
     [
         pytest.param((), id="plain"),
         pytest.param(("--target-bpw", "5"), id="target", marks=pytest.mark.ci),
-        pytest.param(("--learn", "0.02"), id="learn", marks=pytest.mark.ci),
     ],
 )
 def test_calibration_keeps_to_a_limit(tmp_path: Path, options: tuple[str, ...]) -> None:

@@ -380,7 +380,6 @@ PHASES: list[tuple[dict[str, Any], set[str]]] = [
     ({"check_text": TEXT, "compares": True}, {"check", "run", "logits"}),
     ({"calibration": TEXT, "compares": True}, {"check", "calibrate", "run", "logits"}),
     ({"calibration": TEXT, "target_bpw": 7.0}, {"check", "calibrate", "measure"}),
-    ({"calibration": TEXT, "learn_minutes": 0.001}, {"check", "calibrate", "learn"}),
 ]
 
 

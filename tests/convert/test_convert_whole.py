@@ -34,7 +34,7 @@ def test_they_convert_by_default(source: Path, tmp_path: Path) -> None:
         assert llm.generate([[5, 9, 7]], max_tokens=2)[0].token_ids
 
 
-@pytest.mark.parametrize("options", [["--check", "full"], ["--target-bpw", "5"], ["--learn", "1"]])
+@pytest.mark.parametrize("options", [["--check", "full"], ["--target-bpw", "5"]])
 def test_what_needs_layers_alone_is_refused_at_once(tmp_path: Path, options: list[str]) -> None:
     folder = tiny_checkpoint(tmp_path / "source", "inkling2_loop_text-v5")
     write_tokenizer(folder, 96)

@@ -96,7 +96,6 @@ def test_each_pass_reads_one_tensor_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"calibration": TEXT, "learn_minutes": 1.0}, "learn is not supported"),
         ({"calibration": TEXT, "target_bpw": 5.0}, "target is not supported"),
         ({"calibration": TEXT}, "calibration is not supported"),
         ({"split_experts": True}, "split_experts is not supported"),
@@ -118,7 +117,7 @@ def test_by_default_nothing_is_calibrated_or_compared(tmp_path: Path, outcome: O
     assert report.passed
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
-    for given in (["--check", "full"], ["--learn", "1"]):
+    for given in (["--check", "full"], ["--target-bpw", "5"]):
         shown = outcome(str(source), str(tmp_path / "no"), *given)
         assert shown.code != 0
         assert "is not supported" in shown.err

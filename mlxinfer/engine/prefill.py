@@ -27,6 +27,7 @@ MAX_STEP_S = 2.0
 MIN_STEP_S = 0.125  # the same, however often steps were stopped
 RISE_STEPS = 16  # steps with prompts that went well, after which larger ones are tried again
 LATEST = 0.5  # weight of the latest measurement
+BLURRED = 0.1  # of the seconds of the step before: a step so short had ended when that one was read
 LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
 
 
@@ -80,6 +81,7 @@ class PrefillSizer:
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
         self.decoded = 0, 0.0  # tokens and seconds of the last such step
+        self._unsure: tuple[float | None, tuple[int, float]] | None = None  # both, one step earlier
         self._rows_s: float | None = None  # of the rows beside the last prompts of several tenants
         # Half-octave of the context -> context, and seconds that one more token takes there.
         self._beside: dict[int, tuple[float, float]] = {}
@@ -206,8 +208,10 @@ class PrefillSizer:
         self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
         if goes_on:
             return
+        seconds += self._blurred(seconds)
         if not prompts:
             if not unseen:  # else it waited for prompts, too
+                self._unsure = self._decode_s, self.decoded
                 self._decode_s = _blended(self._decode_s, seconds)
                 self.decoded = batch.num_tokens, seconds
             return
@@ -234,6 +238,19 @@ class PrefillSizer:
             known = min(known, seconds / num_tokens)
         self._beside[place] = _blended(at, context), known
         self._agree(place)
+
+    def _blurred(self, seconds: float) -> float:
+        """The seconds of a step that were counted in the step before, which had no prompts.
+
+        MLX may hold up a launch until most of the step has run. The step before is read after that,
+        and seems to end with it. Then its time is forgotten, and at least half of it is this one's.
+        """
+        unsure, self._unsure = self._unsure, None
+        before_s = self.decoded[1]
+        if unsure is None or seconds >= BLURRED * before_s:
+            return 0.0
+        self._decode_s, self.decoded = unsure
+        return before_s - min(before_s / 2, self._decode_s or inf)
 
     def _agree(self, place: int) -> None:
         """Correct what older steps said of other contexts by what the last one said of its own.

@@ -256,6 +256,35 @@ def test_first_tokens_come_in_time_beside_a_flood_on_any_machine(seed: int, floo
     assert late <= 1, f"seed {seed}"  # of steps that try more rows
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_that_ended_before_it_was_read_has_its_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch may be held up: then the step before it seems to take the time of both."""
+    rnd = random.Random(seed)
+    bench, held = SomeMachine(rnd), list[tuple[Batch, float]]()
+    observe = bench.scheduler.prefill.observe
+
+    def observe_late(batch: Batch, seconds: float) -> None:
+        if held:
+            before, before_s = held.pop()
+            observe(before, before_s + seconds)
+            observe(batch, 0.01 * seconds)
+        elif batch.ragged or rnd.random() < 0.5:
+            observe(batch, seconds)
+        else:
+            held.append((batch, seconds))
+
+    monkeypatch.setattr(bench.scheduler.prefill, "observe", observe_late)
+    for i in range(400):
+        if len(bench.scheduler.queues.unfinished()) < 12:
+            bench.add(f"{i}", rnd.randint(1, 40), rnd.randint(1, 30), rnd.choice([HEAVY, LIGHT]))
+        bench.step()
+        if i > 50:
+            page_s = PAGE * bench.prompt_token_s
+            assert bench.scheduler.prefill.page_s > page_s / 4, f"seed {seed}"
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_times_of_nearly_as_many_rows_say_nothing_wild_of_others(seed: int) -> None:
     """Whatever rows cost, and however much steps of a busy machine differ: see `TRIED_EVERY`."""

@@ -27,7 +27,7 @@ MAX_STEP_S = 2.0
 MIN_STEP_S = 0.125  # the same, however often steps were stopped
 RISE_STEPS = 16  # steps with prompts that went well, after which larger ones are tried again
 LATEST = 0.5  # weight of the latest measurement
-BLURRED = 0.1  # of the seconds of the step before: a step so short had ended when that one was read
+HIDDEN = 0.1  # of the seconds of the step before: a shorter step had ended before that was read
 LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
 
 
@@ -81,7 +81,8 @@ class PrefillSizer:
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
         self.decoded = 0, 0.0  # tokens and seconds of the last such step
-        self._unsure: tuple[float | None, tuple[int, float]] | None = None  # both, one step earlier
+        # The last two without the latest step; None: that one had prompts, so neither changed.
+        self._before_latest: tuple[float | None, tuple[int, float]] | None = None
         self._rows_s: float | None = None  # of the rows beside the last prompts of several tenants
         # Half-octave of the context -> context, and seconds that one more token takes there.
         self._beside: dict[int, tuple[float, float]] = {}
@@ -208,10 +209,10 @@ class PrefillSizer:
         self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
         if goes_on:
             return
-        seconds += self._blurred(seconds)
+        seconds += self._hidden_s(seconds)
         if not prompts:
             if not unseen:  # else it waited for prompts, too
-                self._unsure = self._decode_s, self.decoded
+                self._before_latest = self._decode_s, self.decoded
                 self._decode_s = _blended(self._decode_s, seconds)
                 self.decoded = batch.num_tokens, seconds
             return
@@ -226,6 +227,14 @@ class PrefillSizer:
             self._time_size(tokens, context, (seconds + unseen_s) / tokens)
         if unseen:  # ranks worked at the same time: a step beside others passes through all of them
             return
+        self._note_cost(num_tokens, context, seconds, beside=beside)
+
+    def _note_cost(self, num_tokens: int, context: int, seconds: float, *, beside: bool) -> None:
+        """Take in the seconds of a step with prompt tokens; `beside`: it has rows of answers too.
+
+        Args:
+            context: of the longest of its prompts, up to the last token computed.
+        """
         decode_s = self._decode_s if self._rows_s is None else self._rows_s
         spent_s = seconds - (decode_s or 0.0) if beside else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
@@ -239,17 +248,18 @@ class PrefillSizer:
         self._beside[place] = _blended(at, context), known
         self._agree(place)
 
-    def _blurred(self, seconds: float) -> float:
-        """The seconds of a step that were counted in the step before, which had no prompts.
+    def _hidden_s(self, seconds: float) -> float:
+        """Seconds of this step that were counted in the step before, if that had no prompts.
 
-        MLX may hold up a launch until most of the step has run. The step before is read after that,
-        and seems to end with it. Then its time is forgotten, and at least half of it is this one's.
+        MLX limits what is in flight (`MAX_ACTIVE_TASKS` of its transforms.cpp). So a launch may
+        return only when most of the step has run. The step before is read after the launch, and
+        its time includes this step's. Then that time is forgotten; this step gets half at least.
         """
-        unsure, self._unsure = self._unsure, None
+        restored, self._before_latest = self._before_latest, None
         before_s = self.decoded[1]
-        if unsure is None or seconds >= BLURRED * before_s:
+        if restored is None or seconds >= HIDDEN * before_s:
             return 0.0
-        self._decode_s, self.decoded = unsure
+        self._decode_s, self.decoded = restored
         return before_s - min(before_s / 2, self._decode_s or inf)
 
     def _agree(self, place: int) -> None:

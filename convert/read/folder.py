@@ -26,7 +26,7 @@ SIDE_FILES = (
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
     "[0-9]*_*/config.json", "[0-9]*_*/model.safetensors",
 )  # fmt: skip
-_OF_TOKENIZERS = (
+_TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "*.tiktoken", "chat_templates/*", "additional_chat_templates/*",
@@ -95,13 +95,13 @@ def exchanged(
     """A checkpoint's own side files, but for another tokenizer where one is given."""
     if tokenizer is None:
         return files
-    others = {name: content for name, content in files.items() if not _of_tokenizer(name)}
-    theirs = {name: content for name, content in tokenizer.items() if _of_tokenizer(name)}
-    return others | theirs
+    model_files = {n: content for n, content in files.items() if not _is_tokenizer_file(n)}
+    tokenizer_files = {n: content for n, content in tokenizer.items() if _is_tokenizer_file(n)}
+    return model_files | tokenizer_files
 
 
-def _of_tokenizer(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _OF_TOKENIZERS)
+def _is_tokenizer_file(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _TOKENIZER_FILES)
 
 
 def left_out(folder: Path, kept: Iterable[str]) -> list[str]:

@@ -60,7 +60,7 @@ class StoredArray:
         return CheckpointError(f"Tensor {self.name[:200]!r} of {self.path.name} {what}.")
 
     def expect(self, dtypes: Sequence[str], shape: Sequence[int] | None = None) -> "StoredArray":
-        """This array, if it has one of these dtypes and this shape."""
+        """Return the array itself; raise CheckpointError for another dtype or shape."""
         if self.dtype not in dtypes:
             raise self.fail(f"is {self.dtype}; expected {' or '.join(dtypes)}")
         if shape is not None and self.shape != tuple(shape):

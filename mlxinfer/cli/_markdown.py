@@ -2,7 +2,8 @@
 
 Rendering the whole answer again with each token costs tens of milliseconds for a few thousand
 characters, and is cut off where it is taller than the screen. So a finished block (paragraph, list,
-table, fenced code) is printed once and scrolls away, and only the open block is drawn again.
+table, fenced code) is printed once and scrolls away, and only the open block is drawn again. Until
+the first word a line says what the answer waits for.
 """
 
 import time
@@ -233,7 +234,7 @@ class WaitingLine:
 
 @contextmanager
 def until_first_word(line: WaitingLine, deltas: "Iterator[Delta]") -> "Iterator[Iterator[Delta]]":
-    """The same deltas; the line stands until the first one, or an error."""
+    """Yield the deltas; the line is shown until the first one comes, or an error."""
 
     def watched() -> "Iterator[Delta]":
         for delta in deltas:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
 RETRY_S = 1.0  # between two tries of a request whose model finds no room beside the others
-NO_ROOM = b'"code":"overloaded"'  # in the body of such an answer
+NO_ROOM = b'"code":"overloaded"'  # in a 503 that another try may change
 SHOWN_PROBLEMS = 5
 START = b'{"id":"'  # of every line of answers
 URLS = (

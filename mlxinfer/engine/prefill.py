@@ -251,9 +251,9 @@ class PrefillSizer:
     def _hidden_s(self, seconds: float) -> float:
         """Seconds of this step that were counted in the step before, if that had no prompts.
 
-        MLX limits what is in flight (`MAX_ACTIVE_TASKS` of its transforms.cpp). So a launch may
-        return only when most of the step has run. The step before is read after the launch, and
-        its time includes this step's. Then that time is forgotten; this step gets half at least.
+        MLX limits the tasks in flight (`n_active_tasks` of its scheduler.h). So a launch may return
+        only when most of the step has run. The step before is read after the launch, and its time
+        includes this step's. Then that time is forgotten, and this step gets half of it at least.
         """
         restored, self._before_latest = self._before_latest, None
         before_s = self.decoded[1]

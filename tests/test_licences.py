@@ -62,9 +62,8 @@ def test_every_required_package_is_listed_with_its_licence() -> None:
             metadata = importlib.metadata.metadata(name)
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{name} is not installed here")
-        stated = metadata["License-Expression"] or ""
-        stated = stated or next(
-            (SPELLED[c] for c in metadata.get_all("Classifier") or () if c in SPELLED), ""
-        )
+        classifiers = metadata.get_all("Classifier") or ()
+        stated = "".join(metadata.get_all("License-Expression") or ())
+        stated = stated or next((SPELLED[c] for c in classifiers if c in SPELLED), "")
         parts = re.split(r" and | or ", licence)
         assert not stated or any(part.startswith(stated.split(" ")[0]) for part in parts), name

@@ -150,7 +150,7 @@ def test_training_asks_no_held_out_question_nor_one_that_is_nearly_the_same() ->
     """Compares words and, for questions of 20 letters or more, letters: 4 in 100 may differ."""
     rng = Random(5)
     asked: set[str] = set()
-    for i in range(5_000):
+    for i in range(2_000):
         make = tool_talk.tool_conversation if i % 4 == 0 else corpus.conversation
         said = [m.content for m in make(rng) if m.role == "user"]
         asked |= {" ".join(questions.words_of(*said[i : i + n])) for i in range(3) for n in (1, 2)}

@@ -28,6 +28,7 @@ def checkpoint(folder: Path, name: str) -> tuple[Path, Any]:
     return folder, definition
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("name", "cached"), every(2, [("dbrx", True), ("jamba", False)]))
 def test_answers_are_mlx_lm_s_and_features_work(tmp_path: Path, name: str, cached: bool) -> None:
     folder, definition = checkpoint(tmp_path, name)

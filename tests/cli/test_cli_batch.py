@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     rng = random.Random(seed)
     print(f"seed {seed}")
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [line(n, chat(f"Say {n}", ignore_eos=True)) for n in range(30 * NUM_KILLS)]
+    lines = [line(n, chat(f"Say {n}", ignore_eos=True)) for n in range(12 * NUM_KILLS)]
     given.write_bytes(as_file(lines))
     argv = [sys.executable, "-m", "mlxinfer.cli", "batch", str(given), str(output)]
     for _ in range(NUM_KILLS):

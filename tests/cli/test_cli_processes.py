@@ -54,8 +54,8 @@ def test_refusing_a_model_of_mlx_lm_ends_with_its_own_code(model: str, tmp_path:
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "deepseek_v41"}))
-    done = [finished("run", "-m", str(folder), "hi") for _ in range(8)]
-    assert [run.returncode for run in done] == [1] * 8
+    done = [finished("run", "-m", str(folder), "hi") for _ in range(3)]
+    assert [run.returncode for run in done] == [1] * 3
     assert all(run.stderr.startswith("error: ") for run in done)
 
 

@@ -14,7 +14,7 @@ from benchmarks.checkpoints import Dense
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import SourceModel, open_source
 
-WIDE = Dense(hidden=1024, inner=3072, layers=24, heads=8, kv_heads=8, head_dim=128, vocab=8192)
+WIDE = Dense(hidden=1024, inner=3072, layers=16, heads=8, kv_heads=8, head_dim=128, vocab=8192)
 MANY = Dense(hidden=192, inner=512, layers=10, heads=4, kv_heads=2, head_dim=48, vocab=32_000)
 ALLOWED = 150 << 20  # bytes beside the largest tensor group
 PROGRAM = """
@@ -88,7 +88,7 @@ def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> N
     ],
 )
 def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """600 MB of bfloat16."""
+    """400 MB of bfloat16."""
     (tmp_path / "in").mkdir()
     folder = hollow_checkpoint(tmp_path / "in", WIDE)
     shapes = WIDE.shapes()

@@ -45,6 +45,7 @@ def write_zoo(folder: Path, kind: str, dtype: mx.Dtype = mx.bfloat16) -> Path:
     return folder
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("kind", every(3, ["olmoe", "gpt2", "mamba"]))
 def test_mlx_lm_loads_what_its_definition_makes_and_agrees(tmp_path: Path, kind: str) -> None:
     """What is dense has the source's logits; what is in 4 bits those that mlx-lm finds there."""

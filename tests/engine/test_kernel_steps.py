@@ -179,6 +179,7 @@ def wide() -> tuple[Model, list[Outcome]]:
 MISSING = sorted({*KINDS} - {"gate_up"})  # the model has experts alone
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("missing", every(3, MISSING))
 def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome]]) -> None:

@@ -129,6 +129,7 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
 TALK = ["hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4"]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("case", every(3, TALK))
 def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
     """Five turns with two pictures: at most 5 % of earlier turns again, and two tower passes."""

@@ -256,6 +256,7 @@ def test_first_tokens_come_in_time_beside_a_flood_on_any_machine(seed: int, floo
     assert late <= 1, f"seed {seed}"  # of steps that try more rows
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("seed", range(8))
 def test_a_step_that_ended_before_it_was_read_has_its_time(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -49,6 +49,7 @@ def check_all(harness: Harness, name: str) -> None:
         assert outcome.token_ids == own_tokens(name, int(asked.rstrip("'"))), asked
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(3, BATCHED + ALONE))
 def test_preempted_and_asked_again_equals_mlx_lm(name: str) -> None:
     """The second time prompts are found computed, where the model can have a prefix cache."""

@@ -66,6 +66,7 @@ def test_attention_in_two_passes_that_share_keys(dim: int, shared: int) -> None:
     check(sdpa_vector_2pass(call, blocks=32, shared=shared), call)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("call", [
     attention(F16, 1, 4, 2, 40, 77, 64),
     attention(F32, 1, 2, 1, 64, 96, 64, causal=True, seed=1),

@@ -17,6 +17,7 @@ def row_sums_expected() -> mx.array:
     return ROW_SUMS.inputs["x"].astype(mx.float32).sum(1)
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant) -> None:
     change = {mutant.old: mutant.new}

@@ -54,6 +54,7 @@ def check(actual: list[mx.array], form: AddNorm, arrays: list[mx.array]) -> None
         assert error.max() <= ROUNDING[form.dtype], error.max()
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("norms", NORMS)
 @pytest.mark.parametrize(

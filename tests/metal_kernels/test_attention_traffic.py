@@ -21,6 +21,7 @@ def assert_least(ours: Moved, group: int, queries: int, most: float = 1.05) -> N
     assert ours.dequantised is None or 1 <= ours.dequantised <= 1.05
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(("dim", "bits", "group", "queries"), every(2, SAMPLE))
 def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, queries: int) -> None:
@@ -63,6 +64,7 @@ PAIR = "reinterpret_cast<const device vec<S, 2>*>(groups)[token * GROUPS + group
 HALVES = "{groups[2 * (token * GROUPS + group)], groups[2 * (token * GROUPS + group) + 1]}"
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("bits", "prefill", "replace", "loads"),

@@ -73,6 +73,7 @@ def assert_close(actual: mx.array, expected: mx.array) -> None:
     assert (np.abs(wide[0] - wide[1]) <= ROUNDING[actual.dtype] * largest).all()
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("codes", every(2, [(codes,) for codes in [*CODES, PLAIN]]), ids=str)
 def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
@@ -172,6 +173,7 @@ def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
     assert_close(actual[2:], expected[2:])
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("old", "new"),

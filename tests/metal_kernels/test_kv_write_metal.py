@@ -191,6 +191,7 @@ def test_twin_turns_as_mlx_does(traditional: bool) -> None:
     assert np.allclose(*wide(twin_of(qkv, positions, heads).queries, wanted), atol=2e-3)
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("dim", "bits", "dtype", "count", "how"),
@@ -240,6 +241,7 @@ def test_joint_vectors_are_those_of_the_cache(dim: int, joint: int, bits: Bits) 
     assert (np.abs(vectors[0] - vectors[1]) > 1e-4).mean() < 0.01
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize(("dim", "joint", "bits"), every(2, JOINT))

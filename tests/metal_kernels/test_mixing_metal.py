@@ -16,6 +16,7 @@ from mlxinfer.metal_kernels.variants import ModelForm
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("num_streams", STREAMS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 2 * TOKENS + 1])

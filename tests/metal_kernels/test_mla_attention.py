@@ -38,6 +38,7 @@ def run(scene: Scene, seed: int = 0) -> float:
     )
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(2, SCENES))
 def test_agrees_with_its_twin(name: str) -> None:

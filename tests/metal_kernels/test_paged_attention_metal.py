@@ -72,12 +72,14 @@ def test_split_with_sink_logits_and_soft_cap(name: str) -> None:
     check_scene(SPLIT[name], sinks=True, soft_cap=5.0, log_sums=True)
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(2, FORMATS))
 def test_formats_and_head_dims(name: str) -> None:
     check_scene(FORMATS[name], log_sums=True, seed=1)
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(2, SHARED))
 def test_rows_that_share_tiles(name: str) -> None:
@@ -97,6 +99,7 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
     assert mx.allclose(actual.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize(
     ("group", "dim", "bits"), every(3, [(8, 128, (8, 8)), (2, 256, (4, 4)), (16, 64, (8, None))])

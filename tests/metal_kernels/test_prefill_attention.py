@@ -44,6 +44,7 @@ TRAFFIC = {
 }
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(2, TRAFFIC))
 def test_keys_and_values_are_read_once_a_tile(name: str) -> None:

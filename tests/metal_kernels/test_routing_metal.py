@@ -51,6 +51,7 @@ def by_expert(weights: mx.array, experts: mx.array) -> np.ndarray:
     return np.take_along_axis(np.array(weights.astype(mx.float32)), order, axis=-1)
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("name", every(2, CHOICES))
 @pytest.mark.parametrize(("dtype", "num_tokens"), [(mx.float32, 5), (mx.bfloat16, 1)])

@@ -99,6 +99,7 @@ def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
         assert twin[place] == plain or len(possible) > 1
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
@@ -218,6 +219,7 @@ def test_extreme_logits_give_a_possible_token() -> None:
         assert {int(tokens[place]), int(twin[place])} <= possible, place
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.parametrize("vocab_size", [1, 2, 31, 33, 1_025])
 def test_every_width_draws_every_token(vocab_size: int) -> None:

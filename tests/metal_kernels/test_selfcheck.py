@@ -431,6 +431,7 @@ def test_what_is_timed_is_right_too(kind: str) -> None:
         assert verdict.status == OK, (sequences, verdict)
 
 
+@pytest.mark.alike
 @requires_compiler
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", [PAGED, PREFILL, MLA])

@@ -109,6 +109,7 @@ def test_attention_compiles_cleanly(dtype: str, bits: str, dim: int, prefill: bo
         read(partial(attention, dtype, bits, dim, rows, prefill))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("dim", "dtype"), every(7, product(HEAD_DIMS, DTYPES)))
 def test_sources_of_kv_writes_keep_the_rules_of_metal(dim: int, dtype: mx.Dtype) -> None:
     for bits in ((None, None), (8, 4), (4, None), (None, 8)):

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -268,15 +269,27 @@ def test_ctrl_c_ends_the_loading(monkeypatch):
     num_reads, plain = len(reads.ranges), WeightFile.read_into
     reads.ranges.clear()
 
+    handled = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        handled.set()
+        raise KeyboardInterrupt
+
     def slow(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
-        time.sleep(0.2)  # the next ones wait while the signal is handled
         plain(file, views, start)
         if len(reads.ranges) == 3:
             os.kill(os.getpid(), signal.SIGINT)
+        if len(reads.ranges) >= 3:
+            assert handled.wait(60)
+        time.sleep(0.2)  # until those that wait their turn are given up
 
     monkeypatch.setattr(WeightFile, "read_into", slow)
-    with pytest.raises(KeyboardInterrupt):
-        LLM("demo")
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LLM("demo")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(reads.ranges) < num_reads / 2
 
 

@@ -126,6 +126,7 @@ def test_a_conversation_is_remembered(keeping: LiveServer) -> None:
     assert "Alice" in text_of(answer(keeping, input=[question], previous_response_id=first["id"]))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("stream", every(2, [False, True]))
 @pytest.mark.parametrize("choice", every(2, CHOICES))
 def test_a_call_and_its_result(keeping: LiveServer, choice: Any, stream: bool) -> None:

@@ -111,6 +111,7 @@ def hits(url: str, topic: str) -> tuple[float, int]:
     return stayed / CONVERSATIONS / (TURNS - 1), cached
 
 
+@pytest.mark.alike
 @pytest.mark.ci  # three processes
 @pytest.mark.skipif(SMG is None, reason="needs smg: pip install smg")
 def test_two_servers_behind_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def test_a_session_without_room_is_refused(tmp_path: Path) -> None:
         assert ask(server)[2] <= PAGE, "it is in memory"
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("at", every(2, [3, 100, 2000, 40_000]))
 def test_a_damaged_file_is_refused(tmp_path: Path, at: int) -> None:
     whole = exported(tmp_path / "a")

@@ -155,6 +155,7 @@ def without(name: str) -> Callable[[KVManager], CacheWork]:
 STATES = {"proposes": True, "recurrent": True}
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "how"),
     [

@@ -60,6 +60,7 @@ def test_a_text_repeated_with_one_change_takes_less_than_a_quarter_of_the_steps(
     assert len(changed) / harness.loop.scheduler.counters.steps >= 4
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("acceptance", ["exact", "rejection"])
 def test_llm_with_a_draft_gives_the_same_answer_and_says_what_was_drafted(acceptance: str) -> None:
     params = SamplingParams(max_tokens=40)

@@ -105,6 +105,7 @@ def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> 
     assert stats["drafted"] == stats["accepted"] > 0
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "case",
     [

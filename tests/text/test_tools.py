@@ -220,6 +220,7 @@ def test_ids_fit_their_conversations():
 HOSTILE = ["<", " ", "\n", "[", "{", "a", '"', "\\", "call:", "<tool_call>", "[TOOL_CALLS]", "(("]
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize("name", every(4, FORMATS))
 def test_an_endless_repetition_is_linear(name):
     known = FORMATS[name]

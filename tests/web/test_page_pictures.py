@@ -16,6 +16,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ci
 
+MOST_MB = 8  # of a request: the page computes with it, and a small one is quick
 THUMBS = ".attached img"
 SENT = ".bubble .pictures img"
 GIVE = """([kind, name, data]) => {
@@ -58,7 +59,8 @@ def sent_picture(page: PageDriver) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingPageServer]:
-    with SeeingPageServer(tmp_path_factory.mktemp("see")) as server:
+    folder = tmp_path_factory.mktemp("see")
+    with SeeingPageServer(folder, max_body_bytes=MOST_MB << 20) as server:
         yield server
 
 
@@ -142,6 +144,7 @@ def test_large_photos_are_turned_and_scaled_down(page: PageDriver) -> None:
     assert len(url) < len(data) / 2
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(("format", "sent"), [("WEBP", "WEBP"), ("JPEG", "JPEG"), ("GIF", "PNG")])
 def test_small_pictures_go_as_they_are(page: PageDriver, format: str, sent: str) -> None:
     data = encoded(format)
@@ -242,10 +245,10 @@ def test_a_model_that_does_not_see_says_so_before_sending(page: PageDriver) -> N
 def test_a_request_that_is_too_large_is_refused_before_sending(page: PageDriver) -> None:
     page.page.fill("#question", "What is it?")
     for name in ("a.txt", "b.txt"):
-        attach(page, name, b"x" * (17 << 20), "text/plain")
+        attach(page, name, b"x" * ((MOST_MB + 1) << 19), "text/plain")
     said = page.page.locator(".blind")
     said.wait_for()
-    assert said.inner_text().startswith("This server takes 32 MB at once")
+    assert said.inner_text().startswith(f"This server takes {MOST_MB} MB at once")
     assert page.page.get_by_role("button", name="Send").is_disabled()
     assert violations(page.page) == []
     page.click("Remove b.txt")

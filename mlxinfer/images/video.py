@@ -94,8 +94,11 @@ def _of_file(opened: Callable[[], Any], place: str) -> Video:
                     f"A frame has more than {MAX_FRAME_PIXELS:,} pixels.", param=place
                 )
             rate = stream.average_rate or stream.guessed_rate
-            packets = (packet for packet in container.demux(stream) if packet.size)
-            count = stream.frames or sum(1 for _ in islice(packets, MAX_FRAMES + 1))
+            count, seconds = stream.frames, stream.duration and stream.duration * stream.time_base
+            if not count or (seconds and rate and count > round(seconds * rate)):
+                # it says no number, or was trimmed, and still holds the frames that nobody sees
+                seen = (one for one in container.demux(stream) if one.size and not one.is_discard)
+                count = sum(1 for _ in islice(seen, MAX_FRAMES + 1))
     except (av.error.FFmpegError, ValueError) as error:
         raise _broken(error, place) from None
     if not count or not rate:

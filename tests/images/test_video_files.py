@@ -59,6 +59,34 @@ def test_frames_of_a_file_are_those_that_were_asked_for(suffix: str, tmp_path: P
             assert np.abs(np.array(result) - numbers).max() <= tolerance
 
 
+def trimmed(data: bytes, count: int) -> bytes:
+    """The video without its first frames, which the file still holds: as phones trim films."""
+    av, file = pytest.importorskip("av"), io.BytesIO()
+    as_it_is = {"avoid_negative_ts": "disabled"}
+    with (
+        av.open(io.BytesIO(data)) as source,
+        av.open(file, "w", format="mp4", options=as_it_is) as container,
+    ):
+        stream = source.streams.video[0]
+        copied = container.add_stream_from_template(stream)
+        packets = [packet for packet in source.demux(stream) if packet.size]
+        step = packets[1].dts - packets[0].dts
+        for packet in packets:
+            packet.pts, packet.dts = packet.pts - count * step, packet.dts - count * step
+            packet.stream = copied
+            container.mux(packet)
+    return file.getvalue()
+
+
+def test_frames_that_were_trimmed_off_are_not_counted() -> None:
+    for count in range(LAST + 1):
+        video = load_video(trimmed(clip(), count))
+        assert video.num_frames == LAST + 1 - count
+        numbers = evenly(video, fps=8, least=1, most=99)
+        assert numbers[-1] == LAST - count
+        assert levels_of(video, numbers) == [count + number for number in numbers]
+
+
 def test_a_film_of_a_phone_is_turned_as_it_says() -> None:
     data = clip()
     assert data.count(UPRIGHT) == 2  # of the film, and of its track

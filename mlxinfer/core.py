@@ -34,6 +34,7 @@ MAX_TOKENS = 2**63 - 1  # some clients send this for "no limit"
 MAX_BREAKERS = 256  # strings: for each the whole vocabulary is searched
 FLOAT32_MAX = 3.4e38
 LEAST_SEED, MOST_SEED = -(2**63), 2**63 - 1
+NO_SEED = -1  # as other engines spell None
 # Functions of the caller, as mlx-lm has them. Tokens (N,) of prompt and answer so far, logits
 # (1, vocab) float32 -> logits (1, vocab).
 LogitsProcessor = Callable[[Any, Any], Any]
@@ -134,7 +135,7 @@ class SamplingParams:
     dry_penalty_last_n: int = _integer(-1, low=-1, high=MAX_COUNT)
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS  # texts that no repetition reaches over
     # The same seed gives the same tokens, also beside other requests. With 16-bit activations, two
-    # tokens of nearly the same probability may change places, see README.
+    # tokens of nearly the same probability may change places, see README. -1: none, as None.
     seed: int | None = _integer(None, low=LEAST_SEED, high=MOST_SEED, optional=True)
     min_tokens: int = _integer(0, low=0, high=MAX_TOKENS)  # no end token and no stop before these
     # then the reasoning is closed; None: no limit
@@ -163,6 +164,7 @@ class SamplingParams:
         check_switch("ignore_eos", self.ignore_eos)
         check_switch("speculate", self.speculate)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
+        object.__setattr__(self, "seed", None if self.seed == NO_SEED else self.seed)
         self._check_lists()
         if self.logits_processors or self.sampler is not None:
             self._check_functions()
@@ -249,6 +251,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is taken without a draw."""
         return self.temperature == 0.0
+
+
+def later_seed(seed: int, step: int) -> int:
+    """The seed that is `step` seeds further: behind the greatest is the least, and none is -1."""
+    place = seed - LEAST_SEED - (seed > NO_SEED) + step
+    later = place % (MOST_SEED - LEAST_SEED) + LEAST_SEED
+    return later + (later >= NO_SEED)
 
 
 # The numbers among the fields of SamplingParams: name, check, bounds. The server reads them, too.

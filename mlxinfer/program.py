@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar, Unpack
 
-from .core import LEAST_SEED, MOST_SEED, FinishReason, SamplingParams
+from .core import LEAST_SEED, MOST_SEED, NO_SEED, FinishReason, SamplingParams, later_seed
 from .errors import InvalidRequestError, PartNotFoundError, check_int, shown
 from .files import open_lines
 from .outputs import Delta, Result, Results, ToolCall
@@ -29,7 +29,6 @@ Item = TypeVar("Item")
 Key = str | int
 MakeInput = Callable[[str, Sequence[Message], Mapping[str, Any]], Input]  # text, messages, options
 
-SEEDS = MOST_SEED - LEAST_SEED + 1
 SCORED = SamplingParams(max_tokens=None, temperature=0.0, logprobs=0)  # of a choice
 
 
@@ -323,8 +322,8 @@ class Program:
         given = {**self._options, **_form(name, self._options), **options, **_form(name, options)}
         given.pop("schema", None)
         check_int("seed", given.get("seed"), low=LEAST_SEED, high=MOST_SEED, optional=True)
-        if given.get("seed") is not None:  # after the greatest comes the least
-            given["seed"] = (given["seed"] + self.number - LEAST_SEED) % SEEDS + LEAST_SEED
+        if given.get("seed") not in (None, NO_SEED):
+            given["seed"] = later_seed(given["seed"], self.number)
         if now.continues:
             variables = given.get("chat_template_kwargs") or {}
             given["chat_template_kwargs"] = {**variables, "continue_final_message": True}

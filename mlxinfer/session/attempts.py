@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..core import FinishReason, Request
+from ..core import FinishReason, Request, later_seed
 from ..errors import GrammarFailedError
 from ..grammar.relaxed import Unenforced, problem_of
 from ..outputs import Result
-from .inputs import wrapped_seed
 
 MAX_ATTEMPTS = 6
 RETRY_TEMPERATURE = 0.5  # the least of another attempt, times the attempts before it
@@ -49,7 +48,7 @@ class Attempts:
                 param=place,
             )
         params = request.params
-        seed = None if params.seed is None else wrapped_seed(params.seed + SEED_STEP)
+        seed = None if params.seed is None else later_seed(params.seed, SEED_STEP)
         temperature = max(params.temperature, RETRY_TEMPERATURE * self.num)
         temperature = temperature if params.sampler is None else 0.0
         self.num += 1

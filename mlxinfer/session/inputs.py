@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
-from ..core import SamplingParams
+from ..core import SamplingParams, later_seed
 from ..errors import InvalidRequestError, check_switch, shown
 from ..fair import NOBODY, Tenant
 
@@ -148,7 +149,7 @@ class Input(ABC):
         seed = params.seed
         if self.n == 1 or seed is None:
             return [params] * self.n
-        return [replace(params, seed=wrapped_seed(seed + number)) for number in range(self.n)]
+        return [replace(params, seed=later_seed(seed, number)) for number in range(self.n)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,11 +269,6 @@ class TextInput(Input):
         return reader.text(self, max_context)
 
 
-def wrapped_seed(seed: int) -> int:
-    """The seed within 64 bits: the seed of a later answer may exceed them."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
 def _check_variables(variables: object) -> None:
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise InvalidRequestError(
@@ -295,6 +291,12 @@ def check_sequence(prompt: object) -> None:
             f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
             param="prompt",
         )
+
+
+def as_int(value: Any) -> Any:
+    """A whole number of NumPy and others as an int; anything else as it is."""
+    is_other = type(value) is not int and isinstance(value, Integral)
+    return int(value) if is_other and not isinstance(value, bool) else value
 
 
 # -- models that pool ------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from numbers import Integral
 from typing import Any
 
 from ..core import Request, SamplingParams
@@ -37,7 +36,16 @@ from .answers import Answer
 from .attempts import Attempts
 from .engine_factory import ModelInfo
 from .guard import Guard
-from .inputs import UNREADABLE, ChatInput, EncodedPrompt, Input, Message, TextInput, check_sequence
+from .inputs import (
+    UNREADABLE,
+    ChatInput,
+    EncodedPrompt,
+    Input,
+    Message,
+    TextInput,
+    as_int,
+    check_sequence,
+)
 from .pictures import PictureReader
 from .prompt_scores import PromptScores
 
@@ -205,7 +213,7 @@ class RequestBuilder:
             check_sequence(prompt)
             if len(prompt) >= limit:  # before millions of ids are looked at
                 raise PromptTooLongError(len(prompt), limit, param=given.place, exact=True)
-            ids, text = [_as_int(i) for i in prompt], None
+            ids, text = [as_int(i) for i in prompt], None
             check_token_ids(ids, self._vocab_size, param=given.place)
         return EncodedPrompt(
             ids,
@@ -340,8 +348,3 @@ def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
         return ()
     backwards = (i + 1 for i in range(len(ids) - 1, first, -1) if ids[i] in end_ids)
     return (first, *reversed(list(itertools.islice(backwards, LAST_TURNS))))
-
-
-def _as_int(value: Any) -> Any:
-    is_other = type(value) is not int and isinstance(value, Integral)
-    return int(value) if is_other and not isinstance(value, bool) else value

@@ -1,7 +1,9 @@
+import random
+
 import numpy as np
 import pytest
 
-from mlxinfer.core import DRY_BREAKERS, SamplingParams
+from mlxinfer.core import DRY_BREAKERS, LEAST_SEED, MOST_SEED, SamplingParams, later_seed
 from mlxinfer.errors import InvalidRequestError
 
 WRONG: list[tuple[str, object, str]] = [  # a field, its value, and what is said
@@ -49,3 +51,21 @@ def test_the_largest_numbers_that_are_taken_are_float32s() -> None:
     params = SamplingParams(repetition_penalty=3.4e38, max_tokens=2**63 - 1, stop="\U0001f600")
     assert np.isfinite(np.float32(params.repetition_penalty))
     assert params.dry_sequence_breakers == DRY_BREAKERS
+
+
+def test_a_seed_of_minus_one_is_none_and_no_later_seed_is_it() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    number = random.randrange(2**32)
+    print(f"seed {number}")
+    chance = random.Random(number)
+    for _ in range(300):
+        near = chance.choice([LEAST_SEED, -3, 5, MOST_SEED - 2, chance.randrange(MOST_SEED)])
+        seed, steps = near + chance.randrange(2), sorted(chance.sample(range(-99, 99), 20))
+        later = [later_seed(seed, step) for step in steps]
+        assert -1 not in later
+        assert len({*later}) == len(later)
+        assert min(later) >= LEAST_SEED
+        assert max(later) <= MOST_SEED
+        assert [later_seed(one, -step) for one, step in zip(later, steps, strict=True)] == [
+            seed
+        ] * len(steps)

@@ -89,6 +89,7 @@ SAMPLERS: list[tuple[str, Any, str, Any]] = [
     ("frequency_penalty", 0.5, "frequency_penalty", 0.5),
     ("min_p", 0.05, "min_p", 0.05),
     ("seed", 7, "seed", 7),
+    ("seed", -1, "seed", None),
     ("ignore_eos", True, "ignore_eos", True),
     ("stop_token_ids", [9], "stop_token_ids", (9,)),
     ("speculate", False, "speculate", False),

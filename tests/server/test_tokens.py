@@ -1,6 +1,8 @@
 """Tokenizing over HTTP."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from live_server import CHAT, LiveServer, chat
@@ -27,6 +29,38 @@ def test_a_conversation_has_the_tokens_that_chat_counts(server: LiveServer) -> N
     ).json()
     assert bare["tokens"] == answer["tokens"][: bare["count"]]
     assert bare["count"] < answer["count"]
+
+
+SWITCHED = (
+    "{% if enable_thinking is defined %}thinks {{ enable_thinking }}{% endif %}"
+    "{{ reasoning_effort | default('') }}" + TEMPLATE
+)
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FIELDS: dict[str, list[Any]] = {  # of chats that change the prompt
+    "enable_thinking": [True, False],
+    "think": ["low", "high"],
+    "reasoning": [{"effort": "low"}, {"max_tokens": 5}],
+    "reasoning_budget": [0, 9],
+    "chat_template_kwargs": [{"enable_thinking": True}],
+    "tools": [[TOOL], [{"type": "custom", "custom": {"name": "g"}}]],
+    "tool_choice": ["none", "auto", {"type": "allowed_tools", "mode": "auto", "tools": [TOOL]}],
+}
+
+
+def test_a_prompt_is_told_as_chat_makes_it_whatever_the_fields() -> None:
+    number = random.randrange(2**32)
+    print(f"seed {number}")
+    chance, told = random.Random(number), set()
+    with ScriptedServer(template=SWITCHED) as server, server.says("x"):
+        for _ in range(60):
+            names = chance.sample(list(FIELDS), chance.randint(0, 3))
+            body = chat("Hello", **{name: chance.choice(FIELDS[name]) for name in names})
+            answer, counted = server.post(CHAT, body), server.post("/tokenize", body)
+            assert counted.status_code == answer.status_code, body
+            if answer.status_code == 200:
+                told.add(server.prompt)
+                assert counted.json()["tokens"] == list(server.script.requests[-1].prompt_ids), body
+    assert len(told) > 5
 
 
 def test_the_template_and_the_named_tokens_are_told(server: LiveServer) -> None:

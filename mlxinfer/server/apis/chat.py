@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -226,27 +226,6 @@ class ChatRequest(ConstraintFields, kw_only=True):
                 )
 
 
-class TemplateFields(Protocol):
-    """Fields of requests that a chat template renders."""
-
-    chat_template_kwargs: dict[str, Any] | None
-    reasoning_effort: Effort | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
-def template_fields(fields: TemplateFields) -> dict[str, Any]:
-    kwargs = dict(fields.chat_template_kwargs or {})
-    check_json_size(kwargs, param="chat_template_kwargs", max_depth=MAX_VARIABLE_DEPTH)
-    return {
-        "template_variables": kwargs,
-        "ignores_unread": True,
-        "reasoning_effort": fields.reasoning_effort,
-        "continues": bool(fields.continue_final_message),
-        "begins": fields.add_generation_prompt,
-    }
-
-
 def template_messages(messages: Sequence[Message], skipped: list[str]) -> list[Plain]:
     """The messages as chat templates read them.
 
@@ -336,6 +315,8 @@ def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:
 def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInput:
     check_tools(body.tools, body.tool_choice)
     read_chat_tools(body.tools, tools)
+    kwargs = dict(body.chat_template_kwargs or {})
+    check_json_size(kwargs, param="chat_template_kwargs", max_depth=MAX_VARIABLE_DEPTH)
     choice = body.tool_choice
     if tools.declared or (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
         choice = tools.choose(choice)
@@ -358,7 +339,11 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
         id_slot=body.id_slot,
         reports_prompt=body.wants_progress,
         prompt_logprobs=body.prompt_logprobs,
-        **template_fields(body),
+        template_variables=kwargs,
+        ignores_unread=True,
+        reasoning_effort=body.reasoning_effort,
+        continues=bool(body.continue_final_message),
+        begins=body.add_generation_prompt,
     )
 
 

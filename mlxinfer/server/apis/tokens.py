@@ -7,38 +7,28 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from ...errors import InvalidRequestError, check_token_ids
-from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import RequestBody, refuse
-from .chat import Effort, Message, pdfs_of, template_fields, template_messages
+from .chat import ChatRequest, Message, pdfs_of, read
 from .documents import read_pdfs
-from .tools import check_tools
+from .tools import DeclaredTools
 
 
-class TokenizeRequest(RequestBody, kw_only=True):
-    """Either a text, or a conversation that the chat template renders."""
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """A text, or a conversation: the prompt of the chat request with the same fields."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "chat_template": (),
-        "documents": ([],),
-        "mm_processor_kwargs": ({},),
-    }
-    aliases: ClassVar[Mapping[str, str]] = {"content": "prompt"}  # llama.cpp's
+    # llama.cpp's name of a text
+    aliases: ClassVar[Mapping[str, str]] = {**ChatRequest.aliases, "content": "prompt"}
 
-    model: str | None = None
+    messages: list[Message] | None = None  # type: ignore[assignment]  # of a chat it is required
     prompt: str | None = None
-    messages: list[Message] | None = None
     add_special_tokens: bool | None = None  # of a text; default true
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Effort | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
 
     def resolve(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+        super().resolve()
 
 
 class DetokenizeRequest(RequestBody, kw_only=True):
@@ -46,14 +36,6 @@ class DetokenizeRequest(RequestBody, kw_only=True):
 
     model: str | None = None
     tokens: Annotated[list[int], Meta(max_length=1_000_000)]
-
-
-def read(body: TokenizeRequest) -> ChatInput:
-    check_tools(body.tools)
-    fields = template_fields(body)
-    return ChatInput(
-        messages=template_messages(body.messages or (), []), tools=body.tools, **fields
-    )
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
@@ -66,7 +48,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
         ids = await call.in_worker(encode, body.prompt or "")
     else:
         await read_pdfs(call, pdfs_of(body.messages))
-        ids = await call.encode(model, partial(read, body))
+        ids = await call.encode(model, lambda: read(body, model, DeclaredTools()))
     reply = {"count": len(ids), "max_model_len": model.session.limits.max_context, "tokens": ids}
     if not body.return_token_strs:
         return reply

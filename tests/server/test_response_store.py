@@ -18,6 +18,7 @@ from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore, StoredResponse
 
 RESPONSES = "/v1/responses"
+SKIPPED = "x-mlxinfer-skipped"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,40 @@ def test_a_response_continues_one_that_is_stored(
         model="demo", input="One", previous_response_id=third.id
     )
     assert counted.input_tokens > third.usage.input_tokens
+
+
+def test_a_reference_stands_for_its_item(keeping: ScriptedServer) -> None:
+    """Clients that let answers be stored send only the ids of the items in them."""
+    tools: Any = [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}]
+    calls = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    calls += '<tool_call>{"name": "g", "arguments": {"input": "y"}}</tool_call>'
+    asked = {"role": "user", "content": "One"}
+    with keeping.says(f"<think>hm</think>I look.{calls}"):
+        first = keeping.post(RESPONSES, {"input": [asked], "tools": tools}).json()
+    said = first["output"]
+    assert len(said) == 4
+    results = [
+        {"type": item["type"] + "_output", "call_id": item["call_id"], "output": "5"}
+        for item in said[2:]
+    ]
+    (told,) = keeping.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
+    prompts = []
+    for before in (
+        [told, *said],
+        [{"type": "item_reference", "id": i["id"]} for i in [told, *said]],
+    ):
+        with keeping.says("Fine."):
+            body = {"input": [*before, *results], "tools": tools}
+            second = keeping.post(RESPONSES, body)
+            prompts.append(keeping.prompt)
+            assert SKIPPED not in second.headers
+            keeping.post(RESPONSES, {"input": "And?", "previous_response_id": second.json()["id"]})
+            prompts.append(keeping.prompt)
+    assert prompts[:2] == prompts[2:]
+    assert '"x": 1' in prompts[0]
+    with keeping.says("Fine."):
+        lost = [{"type": "item_reference", "id": "msg_0a_1"}, asked]
+        assert "item_reference" in keeping.post(RESPONSES, {"input": lost}).headers[SKIPPED]
 
 
 def test_retrieve_list_and_delete(keeping: ScriptedServer, client: openai.OpenAI) -> None:

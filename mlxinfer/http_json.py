@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from .errors import NoServerError, ServerError, SilentServerError
+from .errors import InvalidRequestError, NoServerError, ServerError, SilentServerError
 
 if TYPE_CHECKING:
     import ssl
@@ -62,7 +62,7 @@ def exchange(
         read = _read(base, answer, download if answer.is_success else None)
     if not answer.is_success:
         raise _refusal(base, answer.status_code, read)
-    return None if download is not None else _parsed(base, read)
+    return None if download is not None else parsed(base, read)
 
 
 def _read(base: str, answer: "httpx2.Response", download: BinaryIO | None) -> bytearray:
@@ -77,7 +77,7 @@ def _read(base: str, answer: "httpx2.Response", download: BinaryIO | None) -> by
     return read
 
 
-def _parsed(base: str, answer: bytes | bytearray) -> Any:
+def parsed(base: str, answer: bytes | bytearray) -> Any:
     try:
         return json.loads(answer)
     except (ValueError, RecursionError):
@@ -137,6 +137,10 @@ def failures(base: str) -> Iterator[None]:
         raise _foreign(base) from None
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ServerError(f"The connection to {base} broke: {error}.") from None
+    except UnicodeEncodeError:
+        raise InvalidRequestError(
+            "The request holds half of a surrogate pair, or text that was not UTF-8."
+        ) from None
 
 
 def _unreachable(base: str, reason: str) -> ServerError:

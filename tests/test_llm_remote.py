@@ -1,18 +1,25 @@
 """LLM("http://..."): its answers are those of the model in this process."""
 
 import asyncio
+import itertools
 import json
+import random
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "server"))
 
 from lazy_server import LazyServer
-from live_server import LiveServer
+from live_server import LONG_TOKENS, LiveServer
+from scripted import ScriptedServer
 
 from mlxinfer import (
     LLM,
@@ -24,7 +31,10 @@ from mlxinfer import (
     SamplingParams,
 )
 from mlxinfer.errors import ServerError
+from mlxinfer.remote.answer import RemoteAnswer
+from mlxinfer.remote.find import first_name
 from mlxinfer.remote.session import connect
+from mlxinfer.server.http import DONE, data
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until
 
@@ -75,6 +85,7 @@ def answer_of(result: Result) -> tuple[Any, ...]:
     [
         lambda llm: llm.generate("The KV cache", max_tokens=9),
         lambda llm: llm.generate([5, 6, 7], SamplingParams(max_tokens=9, temperature=1.5, seed=3)),
+        lambda llm: llm.generate(list(np.array([5, 6, 7])), max_tokens=5),
         lambda llm: llm.chat(QUESTION, SamplingParams(max_tokens=60, stop=("a language",))),
         lambda llm: llm.chat("Hello", max_tokens=12, seed=7),
         lambda llm: llm.chat(QUESTION, max_tokens=8, temperature=0),
@@ -102,6 +113,90 @@ def test_batches_and_streams(llm: LLM, here: LLM) -> None:
     assert "".join(delta.text for delta in deltas) == deltas[-1].result.text
     assert deltas[-1].result.timing.tokens_per_s
     assert len(deltas) > 10
+
+
+def test_an_answer_is_read_however_its_bytes_are_cut() -> None:
+    """JSON has U+2028 and other ends of lines as they are."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(300):
+        texts = [
+            "".join(chance.choices("ab é🙂\n\r\x0b\x0c\x1c\x85\u2028\u2029", k=5)) for _ in "abc"
+        ]
+        frames = [data({"choices": [{"delta": {"content": text}}]}) for text in texts]
+        end = {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+        sent = b"".join([*frames, b": comment\n\n", data(end), DONE])
+        cuts = [0, *sorted(chance.choices(range(len(sent)), k=6)), len(sent)]
+        answer = RemoteAnswer(0)
+        pieces = [sent[a:b] for a, b in itertools.pairwise(cuts)]
+        steps = [step for piece in pieces for step in answer.push(piece)]
+        assert [step.delta.text for step in steps] == texts
+        result = answer.finish().delta.result
+        assert result is not None
+        assert result.text == "".join(texts)
+
+
+def test_texts_come_with_their_ends_of_lines() -> None:
+    text = "a\u2028b\x85c\u2029d"
+    with ScriptedServer() as server, server.says(text), LLM(server.url) as llm:
+        results = [llm.chat("x"), asyncio.run(llm.achat("x")), *llm.generate(["x", "y"])]
+        assert [result.text for result in results] == [text] * 4
+
+
+def test_the_first_error_ends_the_other_answers(llm: LLM, server: LiveServer) -> None:
+    long = SamplingParams(max_tokens=LONG_TOKENS, ignore_eos=True)  # 18 s at least
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        llm.generate([*["A page"] * 3, [10**6]], long)
+    assert time.monotonic() - began_s < 9
+    wait_until(server.is_idle)
+
+
+@pytest.mark.alike
+@pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}, "no JSON", ""])
+@pytest.mark.parametrize("framed", [True, False])
+def test_messages_have_the_tokens_that_they_have_here(
+    llm: LLM, here: LLM, arguments: Any, framed: bool
+) -> None:
+    function = {"name": "weather", "arguments": arguments}
+    call: Any = {"id": "call_1", "function": function} if framed else {"id": "call_1", **function}
+    messages: Any = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "thinking": "hm", "tool_calls": (call,)},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+    ]
+    for choice in ("auto", "none"):
+        for one in (QUESTION, messages):
+            ids = [
+                m.apply_chat_template(one, tools=[WEATHER], tool_choice=choice) for m in (llm, here)
+            ]
+            assert ids[0] == ids[1]
+    both = [answer_of(m.chat(messages, max_tokens=4, temperature=0)) for m in (llm, here)]
+    assert both[0] == both[1]
+    for m in (llm, here):
+        with pytest.raises(InvalidRequestError, match="surrogate"):
+            m.chat("a \ud83d")
+
+
+@pytest.mark.parametrize("said", [b"<html>", b"\xff", b"5", b"[]", b"{}", b'{"data": 5}'])
+def test_what_is_no_server_of_models_is_named(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        for ask_it in (LLM, first_name):
+            with pytest.raises(ServerError, match=r"no (mlxinfer )?server"):
+                ask_it(url)
+        other.shutdown()
 
 
 def test_leaving_a_stream_ends_the_request_at_the_server(llm: LLM, server: LiveServer) -> None:

@@ -1,6 +1,7 @@
 """Events of a server's stream to deltas and a Result, and its errors to exceptions."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from .. import errors
@@ -32,6 +33,7 @@ class RemoteAnswer:
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self._rest = b""  # of a line whose end has not come
         self._parts: list[Part] = []
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -39,15 +41,21 @@ class RemoteAnswer:
         self._timings: dict[str, Any] = {}
         self._usage: dict[str, Any] = {}
 
-    def push(self, line: str) -> AnswerStep | None:
-        """Add a line of the stream; None: it adds nothing.
+    def push(self, data: bytes) -> Iterator[AnswerStep]:
+        """Add bytes of the stream; yield the steps of the lines that end in them.
 
         Raises:
             MlxinferError: the server reports that the request failed.
         """
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            return None
-        event = json.loads(line.removeprefix("data: "))
+        *lines, self._rest = (self._rest + data).split(b"\n")  # JSON has other ends as they are
+        for line in lines:
+            mark, _, said = line.partition(b"data: ")
+            if not mark and said.startswith(b"{") and (step := self._read(said)) is not None:
+                yield step
+
+    def _read(self, said: bytes) -> AnswerStep | None:
+        """Read an event; None: it adds nothing."""
+        event = json.loads(said)
         if "error" in event:
             raise error_of(event["error"], None)
         if progress := event.get("prompt_progress"):

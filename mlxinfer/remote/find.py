@@ -1,7 +1,6 @@
 """Finds a model that a running server has."""
 
 import os
-from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,19 +36,21 @@ def served_name(url: str, model: str) -> str | None:
     """
     if os.path.isdir(os.path.expanduser(model)):
         return _of_folder(url, os.path.expanduser(model))
-    try:
-        for card in ask(url, "/v1/models")["data"]:
-            if model in (card["id"], card["root"], *card["aliases"]):
-                return str(card["id"])
-    except (KeyError, TypeError):
-        raise ServerError(f"What answers at {url} is no mlxinfer server.") from None
-    return None
+    return next((names[0] for names in _names(url) if model in names), None)
 
 
 def first_name(url: str) -> str | None:
     """The name of a server's first model; raises as `served_name`."""
-    cards: list[Mapping[str, Any]] = ask(url, "/v1/models")["data"]
-    return str(cards[0]["id"]) if cards else None
+    return next((names[0] for names in _names(url)), None)
+
+
+def _names(url: str) -> list[list[str]]:
+    """Of each model of a server its name, and behind it other words for it."""
+    try:
+        cards = ask(url, "/v1/models")["data"]
+        return [[card["id"], card["root"], *card["aliases"]] for card in cards]
+    except (KeyError, TypeError):
+        raise ServerError(f"What answers at {url} is no mlxinfer server.") from None
 
 
 def _of_folder(url: str, folder: str) -> str | None:

@@ -8,8 +8,10 @@ from typing import Any
 from ..core import FUNCTIONS, SamplingParams
 from ..errors import InvalidRequestError
 from ..images import data_url, picture_file
-from ..session.inputs import ChatInput, Input, Message, TextInput, check_sequence
-from ..text import ImagePart, read_messages
+from ..session.inputs import ChatInput, Input, Message, TextInput, as_int, check_sequence
+from ..text import ImagePart, WrittenCall, read_messages
+from ..text.forms import calls_of
+from ..text.template import plain_data, with_reasoning_fields, without_none
 
 UNLIMITED = -1  # of max_tokens: until the context is full
 
@@ -78,7 +80,7 @@ class RemoteRequests:
         prompt = given.prompt
         if not isinstance(prompt, str):
             check_sequence(prompt)
-            prompt = list(prompt)
+            prompt = [as_int(token_id) for token_id in prompt]
         values = _values(given, given.params or SamplingParams())
         if values.pop("max_reasoning_tokens") is not None:
             raise _refused("max_reasoning_tokens", "the continuation of a text has no reasoning")
@@ -101,15 +103,24 @@ class TokenizeRequests(RemoteRequests):
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    plain, images = read_messages(messages)
+    read, images = read_messages(messages)
     waiting = iter(images)
+    plain = [with_reasoning_fields(without_none(message)) for message in plain_data(read)]
     for message in plain:
         if isinstance(message.get("content"), list):
             parts = message["content"]
             message["content"] = [
                 part if part["type"] == "text" else _picture(next(waiting)) for part in parts
             ]
+        if "tool_calls" in message:
+            message["tool_calls"] = [_call(call) for call in calls_of(message)]
     return plain
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    written = WrittenCall.of(call)
+    function = {"name": written.name, "arguments": written.text}
+    return {"id": written.id or None, "type": "function", "function": function}
 
 
 def _picture(image: ImagePart) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The parts of an engine in this process (tokenizer, logits, pinned prefixes) are 
 import base64
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 from ..core import SamplingParams
 from ..errors import EngineClosedError, InvalidRequestError, ServerError, SilentServerError
-from ..http_json import client_options, failures, reading
+from ..http_json import client_options, failures, parsed, reading
 from ..outputs import Result
 from ..progress import Watch, unwatched
 from ..session.answers import AnswerStep
@@ -167,7 +167,7 @@ class RemoteSession(ModelSession):
             response = client.request(method, path, json=body)
         if response.status_code != 200:
             raise _refusal(response.status_code, response.content)
-        return response.json()
+        return parsed(self._url, response.content)
 
     # -- what it knows --------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ class RemoteAnswers:
             if response.status_code != 200:
                 raise _refusal(response.status_code, response.read())
             with reading(self._session.info.url):
-                for line in response.iter_lines():
-                    if (step := answer.push(line)) is not None:
+                for data in response.iter_bytes():
+                    for step in answer.push(data):
                         yield [step]
         yield [answer.finish()]
 
@@ -275,17 +275,20 @@ class RemoteAnswers:
                     if response.status_code != 200:
                         raise _refusal(response.status_code, await response.aread())
                     with reading(self._session.info.url):
-                        async for line in response.aiter_lines():
-                            if (step := answer.push(line)) is not None:
+                        async for data in response.aiter_bytes():
+                            for step in answer.push(data):
                                 yield [step]
             yield [answer.finish()]
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
-        """Wait for all answers; the first error is raised, the others go on."""
+        """Wait for all answers; the first error, or Ctrl-C, ends the others."""
+        is_over = False
 
         def one(index: int) -> Result:
             result = None
             for (step,) in self._steps(index):
+                if is_over:
+                    raise CancelledError
                 result = step.delta.result
             assert result is not None
             if watch is not None:
@@ -296,7 +299,14 @@ class RemoteAnswers:
         if count == 1:
             return [one(0)]
         with ThreadPoolExecutor(min(PARALLEL, count or 1)) as pool:
-            return list(pool.map(one, range(count)))
+            running = [pool.submit(one, index) for index in range(count)]
+            try:
+                for future in as_completed(running):
+                    future.result()
+            finally:
+                is_over = True
+                pool.shutdown(wait=False, cancel_futures=True)
+        return [future.result() for future in running]
 
 
 def _chosen(url: str, reply: Any, name: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from ..errors import InvalidRequestError, ModelNotFoundError, shown
+from ..errors import InvalidRequestError, ModelError, ModelNotFoundError, shown
 from .cache import (
     ASSETS,
     BUNDLED,
@@ -43,6 +43,7 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
     Raises:
         ModelNotFoundError: there is no model of this name.
         DownloadError: the hub could not be reached or refused, or the disk is full.
+        ModelError: a file or folder may not be read.
     """
     path = locate(name, download=download, progress=progress)
     return path if path.is_dir() else _imported(path)
@@ -56,6 +57,14 @@ def locate(name: str, *, download: bool = True, progress: Progress | None = None
 
     Raises: those of resolve(), and InsufficientMemoryError: no file of a repository fits.
     """
+    try:
+        return _located(name, download, progress)
+    except OSError as error:
+        said = error.strerror or error
+        raise ModelError(f"{shown(name)} cannot be read: {error.filename}: {said}.") from None
+
+
+def _located(name: str, download: bool, progress: Progress | None) -> Path:
     local = _local_folder(name)
     if local is not None:
         return local

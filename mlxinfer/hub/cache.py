@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ _REPO = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,1
 
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_COMMIT = re.compile(r"[\w.-]+", re.ASCII)
+_COMMIT = re.compile(r"[\w.-]{1,128}", re.ASCII)
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
 
 
@@ -114,13 +115,21 @@ def cached_models() -> Iterator[LocalModel]:
         repo_id = repo_folder.name.removeprefix("models--").replace("--", "/", 1)
         if "--" in repo_id or not repo_folder.is_dir():
             continue
-        for repo, snapshot in _snapshots(repo_id, repo_folder):
-            blobs = list((repo_folder / "blobs").glob("*"))
-            if _is_language_model(snapshot):
-                complete, files = not missing_files(snapshot), snapshot.rglob("*")
-                yield _describe(str(repo), snapshot, files, "cache", complete=complete)
-            elif not snapshot.is_dir() and blobs:
-                yield _describe(str(repo), repo_folder, blobs, "cache", complete=False)
+        try:
+            yield from _models_of(repo_id, repo_folder)
+        except OSError as error:  # perhaps another user's; the others are listed
+            problem = error.strerror or str(error)
+            yield LocalModel(repo_id, repo_folder, 0, 0, 0.0, False, "cache", problem=problem)
+
+
+def _models_of(repo_id: str, repo_folder: Path) -> Iterator[LocalModel]:
+    for repo, snapshot in _snapshots(repo_id, repo_folder):
+        blobs = list((repo_folder / "blobs").glob("*"))
+        if _is_language_model(snapshot):
+            complete, files = not missing_files(snapshot), snapshot.rglob("*")
+            yield _describe(str(repo), snapshot, files, "cache", complete=complete)
+        elif not snapshot.is_dir() and blobs:
+            yield _describe(str(repo), repo_folder, blobs, "cache", complete=False)
 
 
 def find_snapshot(repo: RepoName) -> Path | None:
@@ -268,22 +277,24 @@ def models_elsewhere(folders: list[Path]) -> Iterator[LocalModel]:
     seen: set[Path] = set()
     for place, source in places:
         root = place.expanduser().resolve()
-        if root in seen or not root.is_dir():
-            continue
-        seen.add(root)
-        yield from _models_below(root, source)
-    yield from _ollama(Path(os.environ.get("OLLAMA_MODELS") or OLLAMA).expanduser())
+        with suppress(OSError):
+            if root not in seen and root.is_dir():
+                seen.add(root)
+                yield from _models_below(root, source)
+    with suppress(OSError):
+        yield from _ollama(Path(os.environ.get("OLLAMA_MODELS") or OLLAMA).expanduser())
 
 
 def _models_below(root: Path, source: str) -> Iterator[LocalModel]:
     for folder in _folders(root, DEPTH):
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-            files = [path for path in folder.iterdir() if path.is_file()]
-            complete = not missing_files(folder)
-            yield _describe(str(folder), folder, files, source, complete=complete)
-        for path in sorted(folder.glob("*.gguf")):
-            if path.is_file() and "mmproj" not in path.name and not _LATER.search(path.name):
-                yield _gguf(str(path.relative_to(root)), path, source)
+        with suppress(OSError):
+            if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+                files = [path for path in folder.iterdir() if path.is_file()]
+                complete = not missing_files(folder)
+                yield _describe(str(folder), folder, files, source, complete=complete)
+            for path in sorted(folder.glob("*.gguf")):
+                if path.is_file() and "mmproj" not in path.name and not _LATER.search(path.name):
+                    yield _gguf(str(path.relative_to(root)), path, source)
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:

@@ -1,6 +1,8 @@
 """Models on this disk: finding, listing, removing."""
 
 import fcntl
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import hub
-from mlxinfer.errors import DownloadError, InvalidRequestError, ModelNotFoundError
+from mlxinfer.errors import DownloadError, InvalidRequestError, ModelError, ModelNotFoundError
 from mlxinfer.hub import cache as hub_cache
 
 
@@ -232,7 +234,7 @@ def test_remove_waits_for_downloads(standin: StandIn, cache: Path, locked: str, 
     assert hub.remove(name) > len(WEIGHTS)
 
 
-@pytest.mark.parametrize("torn", [b"", b"\0" * 40, b"\xff\xfe", b"../../elsewhere\n"])
+@pytest.mark.parametrize("torn", [b"", b"\0" * 40, b"\xff\xfe", b"../../elsewhere\n", b"a" * 300])
 def test_a_torn_reference_hides_no_model(standin: StandIn, cache: Path, torn: bytes) -> None:
     hub.pull("org/tiny")
     (cache / "models--org--tiny/refs/main").write_bytes(torn)
@@ -244,6 +246,27 @@ def test_a_torn_reference_hides_no_model(standin: StandIn, cache: Path, torn: by
         hub.remove("org/none")
     assert hub.remove("org/tiny") > len(WEIGHTS)
     assert "org/tiny" not in names()
+
+
+def test_a_folder_that_cannot_be_read_hides_no_model(standin: StandIn, tmp_path: Path) -> None:
+    """Such as another user's; here the system refuses the name of a file."""
+    snapshot = hub.pull("org/tiny")
+    place, repo = tmp_path / "models", snapshot.parents[2] / "models--org--odd"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs/main").write_text("c")
+    for odd in (repo / "snapshots/c", place / "a"):
+        shutil.copytree(snapshot, odd)
+        (odd / hub_cache.WHOLE).rename(odd / "other.safetensors")
+        index = {"weight_map": {"w": f"{'x' * 300}.safetensors"}}
+        (odd / hub_cache.INDEX).write_text(json.dumps(index))
+    shutil.copytree(snapshot, place / "b")
+    assert "org/tiny" in names()
+    assert [m.problem for m in hub.list_models() if m.name == "org/odd"] == ["File name too long"]
+    assert str(place / "b") in [model.name for model in hub.models_elsewhere([place])]
+    with pytest.raises(ModelError, match=r"org/odd. cannot be read: .*: File name too long"):
+        hub.resolve("org/odd", download=False)
+    with pytest.raises(ModelNotFoundError, match="mean 'org/tiny'"):
+        hub.resolve("org/tinny", download=False)
 
 
 def test_a_broken_snapshot_link_hides_no_model(standin: StandIn, cache: Path) -> None:

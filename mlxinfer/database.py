@@ -28,7 +28,7 @@ def reported(kind: type[MlxinferError], what: str) -> Iterator[None]:
     """Errors of a file of `what` as those of the package."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeEncodeError, OverflowError) as error:  # of values too
         if (full := StorageFullError.cause(error)) is not None:
             raise full from error
         said = error.strerror if isinstance(error, OSError) and error.strerror else error

@@ -117,6 +117,18 @@ def test_what_makes_no_sense_changes_nothing(history: History) -> None:
         assert history.conversations("") == []
 
 
+def test_what_no_file_can_hold_is_an_error_of_the_history(history: History) -> None:
+    wrong = StoredMessage(id=new_id(), parent=None, role="user", content="half \ud83d")
+    for ask in (
+        lambda: history.save_message("a", "conversation", wrong),
+        lambda: history.search("a", "half \ud83d"),
+        lambda: history.conversations("a", limit=2**70),
+    ):
+        with pytest.raises(HistoryError, match="cannot be used"):
+            ask()
+    assert history.conversations("a") == []
+
+
 def test_the_first_question_is_the_title_until_another_is_given(history: History) -> None:
     history.save_message("", TALK, message("a", "  What\nis   it? "))
     assert history.conversation("", TALK).title == "What is it?"

@@ -129,11 +129,8 @@ def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> No
             "a folder elsewhere."
         )
     check_place(place, source)
-    check_absent(out)
-    parent = out.absolute().parent
-    if not parent.is_dir():
-        raise ConversionError(f"There is no folder {parent} to put {out.name} into.")
-    free = shutil.disk_usage(parent).free
+    check_output(out)
+    free = shutil.disk_usage(out.absolute().parent).free
     if needed_bytes + SPARE_BYTES > free:
         raise ConversionError(
             f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} must "
@@ -142,12 +139,18 @@ def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> No
         )
 
 
-def check_absent(out: Path) -> None:
-    """Raise ConversionError if there is something where the output is to be."""
+def check_output(out: Path) -> None:
+    """Raise if no source could be converted to `out`: before one is opened, or downloaded."""
+    check_name(out)
     if out.exists() or out.is_symlink():
         raise ConversionError(
             f"{out} exists already. Delete it or choose another name; nothing was changed."
         )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise ConversionError(f"There is no folder {parent} to put {out.name} into.")
+    if not os.access(parent, os.W_OK):
+        raise ConversionError(f"{parent} cannot be written.")
 
 
 def check_name(out: Path) -> None:

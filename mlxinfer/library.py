@@ -138,8 +138,10 @@ def convert_model(
     require_mlx()
     from .convert.read import open_source
     from .convert.run import Conversion
+    from .convert.workplace import check_output
     from .convert.zoo import whole_because, without_layers
 
+    check_output(Path(out))
     options = _conversion_options(recipe, target_bpw, group_size, calibration, max_memory)
     with progress_bars(unit="it", wanted=_switch(progress)) as show:
         show("open", 0, 1)

@@ -109,26 +109,28 @@ def rare_lines() -> StepWatch:
     """Return what writes how far each step is to stderr, for people who read it in a file.
 
     A step that goes on after the first second, and then each minute, gets a line such as
-    "calibrate 40 %, about 3 min left".
+    "calibrate 40 %, about 3 min left". Steps may take turns: the time until a report is that of its
+    step, and what an earlier run has done says nothing of the pace.
     """
-    lock, started = threading.Lock(), time.monotonic()
-    begun: dict[str, float] = {}
+    lock, written_s = threading.Lock(), time.monotonic()
+    before_s = written_s  # the last report, of any step
+    begun: dict[str, int] = {}  # how far a step was at its first report
+    spent_s: dict[str, float] = {}
     lined: set[str] = set()
-    written_s = started
 
     def write(step: str, done: int, total: int) -> None:
-        nonlocal written_s
+        nonlocal written_s, before_s
         with lock:
             now_s = time.monotonic()
-            is_new = step not in begun
-            begun.setdefault(step, now_s)
+            spent_s[step] = spent_s[step] + now_s - before_s if step in begun else 0.0
+            before_s, fresh = now_s, done - begun.setdefault(step, done)
             if now_s - written_s < (RARE_S if step in lined else RARE_FIRST_S):
                 return
             lined.add(step)
-            written_s, share = now_s, done / max(total, 1)
-            line = f"{step} {share:.0%}"
-            if 0 < share < 1 and not is_new:
-                left_s = (now_s - begun[step]) * (1 - share) / share
+            written_s = now_s
+            line = f"{step} {done / max(total, 1):.0%}"
+            if fresh > 0 and done < total:
+                left_s = spent_s[step] * (total - done) / fresh
                 left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
                 line += f", about {left} left"
             print(line, file=sys.stderr, flush=True)
@@ -182,6 +184,7 @@ def _tqdm_bars(unit: Unit) -> Iterator[StepWatch]:
                 bars[step] = tqdm(
                     desc=step,
                     total=total,
+                    initial=done,  # by an earlier run, perhaps: no part of the pace
                     unit=unit,
                     unit_scale=unit == "B" or total > 999_999,
                     unit_divisor=1000,

@@ -1,9 +1,13 @@
 """Progress as lines of text, for people who read it in a file, and as bars on a terminal."""
 
+import io
 import os
 import pty
+import random
+import re
 import sys
 import termios
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +36,50 @@ def test_new_steps_and_each_minute_get_a_line_with_the_time_left(
         "calibrate 0%",
         "calibrate 25%, about 3 min left",
         "write 1%",
-        "write 50%, about 60 s left",
+        "write 50%, about 61 s left",
     ]
+
+
+@pytest.mark.parametrize("resumed", [0, 400])
+def test_the_time_left_of_a_step_is_of_its_own_pace(
+    resumed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps take turns, at a steady pace each; an earlier run may have done a part of both."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    now_s, total = 0.0, 1000
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
+    show = rare_lines()
+    pace_s = {"calibrate": draw.uniform(1, 9), "write": draw.uniform(1, 9)}  # of a thousandth
+    done = dict.fromkeys(pace_s, resumed)
+    for step in done:
+        show(step, resumed, total)
+    while min(done.values()) < total:
+        step = draw.choice([step for step in done if done[step] < total])
+        now_s += pace_s[step]
+        done[step] += 1
+        show(step, done[step], total)
+        for line in capsys.readouterr().err.splitlines():
+            if " left" in line:
+                number, unit = re.findall(r"about (\d+) (s|min) left", line)[0]
+                left_s = pace_s[step] * (total - done[step])
+                within = 30.5 if unit == "min" else 0.5
+                assert abs(int(number) * (60 if unit == "min" else 1) - left_s) <= within, line
+
+
+def test_the_pace_of_a_bar_leaves_out_what_an_earlier_run_has_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", drawn)
+    with progress.progress_bars(wanted=True) as show:
+        show("download", 900, 1000)
+        time.sleep(0.2)
+        show("download", 901, 1000)
+    rates = [float(rate) for rate in re.findall(r"([\d.]+)B/s", drawn.getvalue())]
+    assert rates
+    assert max(rates) <= 5.0, drawn.getvalue()
 
 
 def test_the_first_step_has_a_line_when_it_takes_longer_than_a_second(

@@ -255,15 +255,13 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     Until then the work is in OUT.partial; after an interruption, --resume continues it. The exit
     status is 1 if a check fails.
     """
-    from ..convert.workplace import check_absent, check_name
+    from ..convert.workplace import check_name, check_output
 
     check_usage(given)
     require_mlx()
     with wrong_usage():
         options = options_of(given)
-        check_name(out)
-    if not given["dry_run"]:
-        check_absent(out)
+        (check_name if given["dry_run"] else check_output)(out)
     with progress_bars(unit="it", piped=True) as progress:
         conversion = _opened(source, out, options, given, progress)
         if given["dry_run"]:
@@ -365,8 +363,11 @@ def fuse(
     from ..convert.read import open_source
     from ..convert.recipes import ConversionOptions, make_recipe
     from ..convert.run import Conversion
+    from ..convert.workplace import check_output
     from ..models.adapters.loaded import read_adapter
 
+    with wrong_usage():
+        check_output(out)
     changes = read_adapter(adapter)
     options = ConversionOptions(recipe=make_recipe("dense" if dequantize else "keep"))
     width = None if bits is None else int(bits)

@@ -1,6 +1,7 @@
 """`mlxinfer convert` as a user calls it."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from convert_cases import TEXT, Outcome, convert, write_source
 from test_convert_towers import seeing
 
-from mlxinfer import LLM
+from mlxinfer import LLM, convert_model
+from mlxinfer.cli import main
 from mlxinfer.convert.read.folder import open_folder
 from mlxinfer.errors import MlxinferError
 
@@ -62,23 +64,47 @@ def test_a_nan_is_refused_by_name(source: Path, tmp_path: Path, outcome: Outcome
     assert "expected a number above" in seen.err
 
 
-@pytest.mark.parametrize("option", [(), ("--dry-run",)])
 @pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "a/model.GGUF"])
-def test_an_output_named_as_a_file_of_weights_is_refused(
-    name: str, option: tuple[str, ...], source: Path, tmp_path: Path, outcome: Outcome
+def test_a_plan_for_an_output_named_as_a_file_of_weights_is_refused(
+    name: str, source: Path, tmp_path: Path, outcome: Outcome
 ) -> None:
-    seen = outcome(source, tmp_path / name, *option)
+    seen = outcome(source, tmp_path / name, "--dry-run")
     assert seen.code == 2
     assert "writes a folder" in seen.err
-    assert not (tmp_path / name).exists()
 
 
-def test_an_output_that_exists_is_refused_before_the_source_is_opened(
-    tmp_path: Path, outcome: Outcome
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("model.gguf", "writes a folder"),
+        ("model.safetensors", "writes a folder"),
+        ("a/model.GGUF", "writes a folder"),
+        ("", "exists already"),
+        ("no/out", "There is no folder"),
+        ("closed/out", "cannot be written"),
+    ],
+)
+@pytest.mark.parametrize("way", ["convert", "fuse", "convert_model"])
+def test_an_output_that_cannot_be_made_is_refused_before_the_source_is_opened(
+    way: str,
+    name: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    seen = outcome(tmp_path / "nowhere", tmp_path)
-    assert seen.code == 1
-    assert "exists already" in seen.err
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "closed")
+    out, missing = str(tmp_path / name), str(tmp_path / "nowhere")
+    if way == "convert_model":
+        with pytest.raises(MlxinferError, match=why):
+            convert_model(missing, out)
+    else:
+        with pytest.raises(SystemExit) as stop:
+            main([way, missing, *[missing] * (way == "fuse"), out])
+        assert stop.value.code == (2 if why == "writes a folder" else 1)
+        assert why in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["closed"]
 
 
 def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:

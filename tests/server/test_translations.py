@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -314,12 +315,44 @@ def test_only_allowed_tools_are_told() -> None:
     )
     assert (given.tools, given.tool_choice) == ([function("b")], "required")
     flat = [{"type": "function", "name": name} for name in "ab"]
+    given = read_chat(tools=flat, tool_choice={"type": "allowed_tools", "tools": flat[1:]})
+    assert given.tools == flat[1:]
     given = read_response(tools=flat, tool_choice={"type": "allowed_tools", "tools": flat[:1]})
     assert given.tools is not None
     assert [tool["function"]["name"] for tool in given.tools] == ["a"]
     assert given.tool_choice == "auto"
     with pytest.raises(InvalidRequestError, match="none of tools"):
         read_response(tools=flat[:1], tool_choice={"type": "allowed_tools", "tools": flat[1:]})
+
+
+ODD: list[Any] = [
+    *(None, True, 1, "f", [], {}, ["a"], {"name": ["x"]}, {"function": {"name": "f"}}),
+    *({"type": kind, kind: "f"} for kind in ("function", "custom", "allowed_tools", "namespace")),
+    *({"type": kind, "name": "f"} for kind in ("function", "custom", "namespace", ["x"])),
+    *({"type": kind, kind: {"name": "f"}} for kind in ("function", "custom")),
+    {"type": "function", "function": {"name": {}}},
+]
+
+
+@pytest.mark.parametrize("read", [read_chat, read_response])
+def test_tools_and_choices_of_any_form_are_read_or_refused(read: Read) -> None:
+    number = random.randrange(2**32)
+    print(f"seed {number}")
+    chance, results = random.Random(number), set()
+    for _ in range(3000):
+        allowed = {"mode": "auto", "tools": chance.choices(ODD, k=2)}
+        choices = [
+            {"type": "allowed_tools", **allowed},
+            {"type": "allowed_tools", "allowed_tools": allowed},
+            *chance.choices(ODD, k=2),
+        ]
+        try:
+            given = read(tools=chance.choices(ODD, k=2), tool_choice=chance.choice(choices))
+        except InvalidRequestError:
+            results.add("refused")
+        else:
+            results.add(str(given.tool_choice))
+    assert {"refused", "auto", "none"} <= results
 
 
 def test_other_names_of_bodies_without_sampling() -> None:

@@ -125,10 +125,7 @@ class DeclaredTools:
         """The tool_choice in the form of chat completions; `allowed_tools` leaves only those."""
         if not isinstance(choice, dict):
             return "auto" if choice is None else choice
-        kind = choice.get("type")
-        inner = choice.get(str(kind))
-        if isinstance(inner, dict):  # as chat completions nest it
-            choice = {**inner, "type": kind}
+        kind, choice = choice.get("type"), _unnested(choice)
         if kind in ("function", "custom") and "name" in choice:
             return {"type": "function", "function": {"name": self._shown(choice)}}
         if kind == "allowed_tools":
@@ -144,15 +141,15 @@ class DeclaredTools:
                 "tool_choice",
                 'of type allowed_tools: expected tools, and mode "auto" or "required".',
             )
-        objects = [tool for tool in tools if isinstance(tool, dict)]
-        named = [{**tool, **(tool.get(str(tool.get("type"))) or {})} for tool in objects]
+        named = [_unnested(tool) for tool in tools if isinstance(tool, dict)]
         names = {self._shown(tool) for tool in named if tool.get("type") in ("function", "custom")}
-        known = {function["function"].get("name") for function in self.functions}
-        for name in sorted(names - known):
+        known = [str(_unnested(function).get("name")) for function in self.functions]
+        for name in sorted(names.difference(known)):
             raise InvalidRequestError.of(
                 "tool_choice", f"allows {name[:100]!r}, which is none of tools."
             )
-        self.functions = [f for f in self.functions if f["function"].get("name") in names]
+        told = zip(self.functions, known, strict=True)
+        self.functions = [function for function, name in told if name in names]
         return mode if self.functions else "none"
 
     def _shown(self, named: Plain) -> str:
@@ -225,6 +222,12 @@ class DeclaredTools:
             )
         skip(self.skipped, f"{path}.format", "grammar")
         return None
+
+
+def _unnested(tool: Plain) -> Plain:
+    """The fields of a tool or a choice, with those that chat completions nest in it."""
+    inner = tool.get(str(tool.get("type", "function")))
+    return {**tool, **inner} if isinstance(inner, dict) else tool
 
 
 def read_tools(tools: list[Plain] | None) -> DeclaredTools:

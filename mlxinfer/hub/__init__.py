@@ -123,8 +123,8 @@ def check_removable(name: str) -> None:
     """Raise unless remove() will find something that it may delete.
 
     Raises:
-        InvalidRequestError: a bundled model, a local folder, a link to one, or a repository that is
-            being downloaded.
+        InvalidRequestError: a bundled model, a local folder, a link to one, one file of a
+            repository, or a repository that is being downloaded.
         ModelNotFoundError: it is not in the cache.
     """
     if name in BUNDLED:
@@ -135,7 +135,13 @@ def check_removable(name: str) -> None:
         raise InvalidRequestError(
             f"{name} is a folder, not a download: delete it yourself.", param="name"
         )
-    repo = _parse(name).repo
+    wanted = _parse(name)
+    repo = wanted.repo
+    if not wanted.is_bare:  # others of the repository may be in use
+        raise InvalidRequestError(
+            f"{name} is a file of {repo}, and a repository is deleted whole: name {repo}.",
+            param="name",
+        )
     if not repo.folder.is_dir():
         raise ModelNotFoundError(f"{repo} is not in the hub cache.{_suggestion(name)}")
     if repo.folder.is_symlink():  # to delete the link alone would free nothing and lose track of it

@@ -8,7 +8,12 @@ from hub import standin as standin_module
 from hub.standin import Repo, StandIn
 
 from mlxinfer import hub
-from mlxinfer.errors import InsufficientMemoryError, MlxinferError, ModelNotFoundError
+from mlxinfer.errors import (
+    InsufficientMemoryError,
+    InvalidRequestError,
+    MlxinferError,
+    ModelNotFoundError,
+)
 from mlxinfer.hub import gguf as hub_gguf
 from mlxinfer.hub.imported import choose_projector, projector_beside
 
@@ -43,6 +48,17 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 def downloaded(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_name_of_a_file_deletes_no_repository(served: StandIn) -> None:
+    names = ("org/m-GGUF:Q4_K_M", "org/m-GGUF@main:Q8_0", "org/m-GGUF/BF16/m-BF16.gguf")
+    here = downloaded(max(map(hub.pull, names)))
+    assert len(here) == 5
+    for name in names:
+        with pytest.raises(InvalidRequestError, match=r"deleted whole: name org/m-GGUF\."):
+            hub.remove(name)
+    assert downloaded(hub.pull(names[0])) == here
+    assert hub.remove("org/m-GGUF:latest") > 20 * MB  # files of equal content are one
 
 
 @pytest.mark.alike

@@ -87,7 +87,12 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
     show_default=True,
     help="Keep the last answer, for --continue.",
 )
-@click.option("--raw", is_flag=True, help="Continue the text of PROMPT, without a chat template.")
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="Continue the text of PROMPT, without a chat template and the model's own sampling: by "
+    "the most probable tokens, 512 at most.",
+)
 @local_option
 @adapter_option
 @engine_options(without=["max_batch"])  # one request runs
@@ -134,9 +139,10 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     if options["as_json"]:
         emit_json({"model": model, **result.to_dict()})
     elif options["stats"] or (sys.stderr.isatty() and sys.stdout.isatty()):
-        note(f"{result.summary} · {llm.chat_params.changed(values).words}")
+        note(f"{result.summary} · {params_of(llm, values, options).words}")
     if not options["as_json"]:
-        explain_end(result, limited="max_tokens" in values)
+        limit = params_of(llm, values, options).max_tokens
+        explain_end(result, limit, limited="max_tokens" in values)
     if interrupted:
         raise click.exceptions.Exit(INTERRUPTED)
 
@@ -180,7 +186,7 @@ def start(
     watch: Watch,
 ) -> Iterator[Delta]:
     """Return the stream of the answer to the plain text, or to a conversation."""
-    raw = options["raw"] or not llm.model_info.chats
+    raw, params = is_raw(llm, options), params_of(llm, values, options)
     if raw and not options["raw"]:
         if options["system"] is not None:
             raise click.UsageError(f"--system needs a chat template, and {model} has none.")
@@ -194,7 +200,7 @@ def start(
     if options["adapter"] is not None:
         extra["adapter"] = ADAPTER
     if raw:
-        return iter(llm.stream(text, SamplingParams(**values), **extra))
+        return iter(llm.stream(text, params, **extra))
     system = options["system"] or (log.system if log is not None else None)
     messages = [{"role": "system", "content": system}] if system is not None else []
     if log is not None:
@@ -204,7 +210,19 @@ def start(
     if images or options["videos"]:
         check_sees(llm)
         extra |= {"images": images, "videos": options["videos"]}
-    return iter(llm.stream_chat(messages, llm.chat_params.changed(values), **extra))
+    return iter(llm.stream_chat(messages, params, **extra))
+
+
+def is_raw(llm: Any, options: dict[str, Any]) -> bool:
+    """Whether the answer continues the prompt as plain text."""
+    return options["raw"] or not llm.model_info.chats
+
+
+def params_of(llm: Any, values: dict[str, Any], options: dict[str, Any]) -> SamplingParams:
+    """How tokens are chosen; a plain text has no values of the model."""
+    default = SamplingParams() if is_raw(llm, options) else llm.chat_params
+    params: SamplingParams = default.changed(values)
+    return params
 
 
 def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool]:
@@ -235,11 +253,12 @@ def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool
     return stopped, True
 
 
-def explain_end(result: Result, *, limited: bool) -> None:
+def explain_end(result: Result, most: int | None, *, limited: bool) -> None:
     """Say on stderr that an answer is not whole: in a pipe nothing else shows it.
 
     Args:
-        limited: it was to have no more than --max-tokens; then only an empty one is explained.
+        most: tokens that it was to have; None: as many as the context holds.
+        limited: --max-tokens says so; then only an empty one is explained.
     """
     empty = not result.text.strip()
     if empty and result.reasoning and result.finish_reason is FinishReason.STOP:
@@ -248,6 +267,8 @@ def explain_end(result: Result, *, limited: bool) -> None:
         return
     what = "cut off while it was thinking" if empty and result.reasoning else "cut off"
     limit = "--max-tokens allows" if limited else "the context holds"
+    if not limited and most == len(result.token_ids):
+        limit = "without --max-tokens a plain text gets"
     note(f"{what} after {counted(len(result.token_ids), 'token')} (length): {limit} no more")
 
 

@@ -100,8 +100,23 @@ def test_an_answer_that_was_cut_off_is_said_to_be(fake: FakeLLM, outcome: Any) -
     seen = outcome("run", "hi")
     assert (seen.code, seen.out) == (0, "Hello there.\n")
     assert "cut off after 2 tokens (length)" in seen.err
+    assert "the context holds no more" in seen.err
     fake.thinks, fake.says = "for long", ""
     assert "cut off while it was thinking" in outcome("run", "hi").err
+
+
+@pytest.mark.alike
+@pytest.mark.parametrize("arguments", [["--raw"], []])
+def test_what_is_said_of_a_plain_text_is_true(
+    arguments: list[str], fake: FakeLLM, outcome: Any, tmp_path: Path
+) -> None:
+    fake.chat_params = SamplingParams(max_tokens=None, temperature=0.6)
+    fake.model_info.chats = bool(arguments)
+    fake.ends, fake.says = FinishReason.LENGTH, "word " * 511 + "word"
+    seen = outcome("run", "--stats", *arguments, "Once")
+    assert "without --max-tokens a plain text gets no more" in seen.err
+    assert "the most probable token" in seen.err
+    assert "temperature 0.5" in outcome("run", "--stats", "--temperature", "0.5", "Once").err
 
 
 def test_thinking_is_switched_and_shown_beside_a_pipe(fake: FakeLLM, outcome: Any) -> None:

@@ -114,6 +114,7 @@ def test_sampling_fields_count_under_any_of_their_names(read: Read) -> None:
         params = read(**{field: value}).params
         assert getattr(params, name) == expected, field
         assert read(**{field: None}).params == read().params, field
+    assert read_ollama(num_predict=-2).params == read_ollama(num_predict=-1).params
 
 
 SCHEMA: Any = {"type": "object", "properties": {"age": {"type": "integer"}}}

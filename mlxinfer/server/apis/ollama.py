@@ -24,7 +24,7 @@ from ..http import ErrorForm, Events, Plain, RequestBody, clipped_message, decod
 from ..slots import ModelSlot, ServedModel
 from ..workers import apart
 from .chat import Effort
-from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
+from .sampling import REFUSED, SamplingFields, ollama_format, read_form, sampling_params
 from .tools import (
     base64_part,
     begun_object,
@@ -52,6 +52,8 @@ class Options(SamplingFields, kw_only=True):
     """Sampling options; those of the machine (num_ctx, num_gpu, …) are the server's own here."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, "n": (1,)}
+
+    max_tokens: Annotated[int, Meta(ge=-2)] | None = None  # -1 and -2: until the context is full
 
 
 class CallFunction(msgspec.Struct, kw_only=True):
@@ -115,7 +117,7 @@ class AskFields(RequestBody, kw_only=True):
         params: SamplingParams = sampling_params(
             options,
             model,
-            max_tokens=None if limit is None or limit == UNLIMITED else max(limit, 1),
+            max_tokens=None if limit is None or limit < 0 else max(limit, 1),
             stop=options.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )

@@ -1,4 +1,4 @@
-"""A GGUF file becomes a folder of the hub cache, exactly: codes are kept and nothing is compared.
+"""A GGUF file becomes a folder of the hub cache: codes are kept and nothing is compared.
 
 The folder is there only when it is complete. Whatever ends an import leaves nothing that is taken
 for a model, and the next import of the file clears away what a kill has left.

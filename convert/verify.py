@@ -173,7 +173,7 @@ def _check_copy(
     reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource, block: int
 ) -> tuple[str, ErrorStats]:
     """Codes must be the source's own; scales may be rounded."""
-    status, errors, row, loss = EXACT, [], 0, ScaleLoss()
+    errors, row, loss = [], 0, ScaleLoss()
     for packed in arranged.packed_blocks(tensor.output, block):
         rows = slice(row, row + prod(packed.scales.shape[:-1]))
         row = rows.stop
@@ -182,19 +182,27 @@ def _check_copy(
             written = reader.rows(array.name, rows)
             if not np.array_equal(written, as_numpy(part).reshape(written.shape)):
                 raise ConversionError(f"{array.name} differs from the source.")
-        if packed.biases is None or all(
-            mx.array_equal(one.astype(mx.float32), other.astype(mx.float32))
-            for one, other in zip(narrowed[1:], (packed.scales, packed.biases), strict=True)
-        ):
-            errors.append(ErrorStats(energy=1.0))
-            continue
-        status, values = SCALES, reader.values(tensor, rows)
-        assert tensor.form is not None
-        wide = [part.astype(mx.float32) for part in (packed.scales, packed.biases)]
-        plain = as_numpy(dequantised(packed.weight, wide[0], wide[1], tensor.form))
-        errors.append(compare(values, np.asarray(plain, np.float32).reshape(values.shape)))
+        errors.append(copy_error(packed, narrowed, tensor))
     loss.check(tensor)
-    return status, total(errors)
+    error = total(errors)
+    return SCALES if error.largest else EXACT, error
+
+
+def copy_error(
+    packed: Packed, narrowed: Sequence[mx.array], tensor: PlannedTensor, every: int = 1
+) -> ErrorStats:
+    """The error of codes with rounded scales, in one row of `every`; 0 where none were rounded."""
+    if packed.biases is None or packed.scales.dtype == packed.biases.dtype == narrowed[1].dtype:
+        return ErrorStats()
+    assert tensor.form is not None
+    values = []
+    for scales, biases in ((narrowed[1], narrowed[2]), (packed.scales, packed.biases)):
+        parts = [part[::every] for part in (packed.weight, scales, biases)]
+        wide = [part.astype(mx.float32) for part in parts[1:]]
+        plain = as_numpy(dequantised(parts[0], *wide, tensor.form))
+        values.append(np.asarray(plain, np.float32).reshape(-1, plain.shape[-1]))
+    error = compare(*values)
+    return error if error.largest or every == 1 else copy_error(packed, narrowed, tensor)
 
 
 @dataclass(slots=True)
@@ -243,5 +251,7 @@ def confirm(entry: Entry, written: ErrorStats, checksums: list[int]) -> None:
 
 def as_written(tensor: PlannedTensor, error: ErrorStats, checksums: list[int]) -> Entry:
     """The entry of a tensor that is not read again, with the errors computed when writing."""
-    status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
-    return _entry(tensor, SCALES if tensor.packed else status, error, checksums)
+    if tensor.form is not None and not tensor.packed:
+        return _entry(tensor, REQUANTISED, error, checksums)
+    rounded = SCALES if tensor.packed else CAST
+    return _entry(tensor, rounded if error.largest else EXACT, error, checksums)

@@ -34,6 +34,7 @@ from .calibration.feedback import Feedbacks, Statistics
 from .files import ShardFile, damaged
 from .plan import CACHED_BYTES, ConversionPlan, MemoryBudget, PlannedTensor
 from .quantise import (
+    SAMPLED,
     ErrorFeedback,
     ErrorStats,
     QuantisationMethod,
@@ -45,7 +46,7 @@ from .quantise import (
 )
 from .read import MLXFormat
 from .recipes import name_of, parse_format
-from .verify import Progress, ScaleLoss, as_written, check_shard, confirm
+from .verify import Progress, ScaleLoss, as_written, check_shard, confirm, copy_error
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # called with the number of weights written
@@ -251,7 +252,8 @@ class TensorWriter:
         loss = ScaleLoss()
         for packed in self.arranged.packed_blocks(tensor.output, self.budget.block):
             parts = loss.narrowed(packed, tensor)
-            self.wrote(target.take([as_numpy(part) for part in parts], ErrorStats()))
+            error = copy_error(packed, parts, tensor, every=SAMPLED)
+            self.wrote(target.take([as_numpy(part) for part in parts], error))
         loss.check(tensor)
 
 

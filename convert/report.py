@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class ConversionReport:
     notes: list[str] = field(default_factory=list)
     logits: list[LogitCheck] = field(default_factory=list)
     loads: bool = True  # False: it has a tokenizer that cannot be loaded here
+    commands: Sequence[str] = ()  # of the card, that have it answer
 
     @property
     def passed(self) -> bool:
@@ -50,7 +51,7 @@ class ConversionReport:
         fields = asdict(self) | {"passed": self.passed, "counts": self.counts}
         fields["bits_per_weight"] = round(self.bits_per_weight, 4)
         fields["logits"] = [asdict(check) | {"passed": check.passed} for check in self.logits]
-        del fields["loads"]
+        del fields["loads"], fields["commands"]
         return fields
 
 
@@ -100,11 +101,13 @@ def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[
 
 
 FOLDER = "FOLDER"  # in a card's commands
+RUN = f"mlxinfer run -m {FOLDER} 'Why is the sky blue?'"
+RUN_MLX_LM = f"mlx_lm.generate --model {FOLDER} --prompt 'Why is the sky blue?'"
 _WORST = 5
 
 
 def write_card(folder: Path, report: ConversionReport, source: SourceModel) -> None:
-    text = "\n".join([*_front(source), *_body(report)])
+    text = "\n".join([*_front(source, generates=bool(report.commands)), *_body(report)])
     write_file(folder / "README.md", text.encode())
 
 
@@ -114,16 +117,16 @@ _OURS = (
 )  # fmt: skip
 
 
-def _front(source: SourceModel) -> list[str]:
+def _front(source: SourceModel, *, generates: bool) -> list[str]:
     """The lines in front of the card, which the hub reads: the source's, made true for this."""
     origin = source.origin
     stated = origin.card.get("tags")
     tags = [str(tag) for tag in stated] if isinstance(stated, list) else []
-    task = {} if "pipeline_tag" in origin.card else {"pipeline_tag": "text-generation"}
+    tagged = generates and "pipeline_tag" not in origin.card
     lines = [
         "---",
         "library_name: mlx",
-        *_yaml(task),
+        *["pipeline_tag: text-generation"] * tagged,
         *_yaml({"tags": list(dict.fromkeys(["mlx", *tags]))}),
     ]
     base = origin.repo or origin.base_model
@@ -156,11 +159,7 @@ def _body(report: ConversionReport) -> list[str]:
         f"Converted from {report.source_format} by mlxinfer, for MLX: "
         f"{report.bits_per_weight:.3f} bits per weight, {human_bytes(report.num_bytes)}.",
         "",
-        "```sh",
-        f"mlxinfer run -m {FOLDER} 'Why is the sky blue?'",
-        f"mlx_lm.generate --model {FOLDER} --prompt 'Why is the sky blue?'",
-        "```",
-        "",
+        *(["```sh", *report.commands, "```", ""] if report.commands else []),
         "| tensors | |",
         "|---|---|",
         *(f"| {status} | {count} |" for status, count in report.counts.items()),

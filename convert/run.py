@@ -39,7 +39,7 @@ from .plan import (
 from .read import MLXFormat, SourceModel
 from .read.folder import open_folder
 from .recipes import ConversionOptions, identity
-from .report import ConversionReport, make_report, write_card
+from .report import RUN, RUN_MLX_LM, ConversionReport, make_report, write_card
 from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
 from .verify import Progress
 from .workplace import Workplace, check_target, working
@@ -143,8 +143,10 @@ class Conversion:
 
     @property
     def _comparing(self) -> bool:
-        if not self.compares:
-            return False
+        return self.compares and self._generates
+
+    @property
+    def _generates(self) -> bool:
         config = self.arranged.family_config
         return not (config.without_lm_head or config.bidirectional)
 
@@ -207,6 +209,8 @@ class Conversion:
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
         report.loads = unloadable is None
+        if self._generates:
+            report.commands = [RUN, *[RUN_MLX_LM] * self._read_by_mlx_lm]
         report.notes += self._notes(plan, journal, unloadable)
         if self._comparing and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
@@ -224,7 +228,7 @@ class Conversion:
         kind = self.arranged.config.model_type
         if self.arranged.definition is not None:
             notes.append(MADE.format(kind=kind))
-        elif not read_by_mlx_lm(self.source, self.arranged.family_config):
+        elif not self._read_by_mlx_lm:
             notes.append(NOT_MLX_LM.format(kind=kind))
         elif keys := passed_over(self._written_config(plan), self.arranged.family_config):
             notes.append(PASSED_OVER.format(kind=kind, keys=" and ".join(keys)))
@@ -243,6 +247,12 @@ class Conversion:
                 "and now are anew: from weights that never were, the result would be better."
             )
         return notes
+
+    @property
+    def _read_by_mlx_lm(self) -> bool:
+        if self.arranged.definition is not None:
+            return True
+        return read_by_mlx_lm(self.source, self.arranged.family_config)
 
     def _written_config(self, plan: ConversionPlan) -> dict[str, Any]:
         written = config_json(self.arranged, plan)

@@ -197,9 +197,8 @@ def copy_error(
     assert tensor.form is not None
     values = []
     for scales, biases in ((narrowed[1], narrowed[2]), (packed.scales, packed.biases)):
-        parts = [part[::every] for part in (packed.weight, scales, biases)]
-        wide = [part.astype(mx.float32) for part in parts[1:]]
-        plain = as_numpy(dequantised(parts[0], *wide, tensor.form))
+        wide = [part[::every].astype(mx.float32) for part in (scales, biases)]
+        plain = as_numpy(dequantised(packed.weight[::every], wide[0], wide[1], tensor.form))
         values.append(np.asarray(plain, np.float32).reshape(-1, plain.shape[-1]))
     error = compare(*values)
     return error if error.largest or every == 1 else copy_error(packed, narrowed, tensor)

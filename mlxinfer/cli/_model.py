@@ -1,7 +1,10 @@
 """Model names on the command line to folders, with a progress bar, and what their files say."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from ..errors import ModelError
 from ..library import resolve
@@ -32,3 +35,9 @@ def pooling_of(folder: Path, name: str, task: str = "auto") -> "PoolingConfig | 
         return read_pooling(folder, name, task)
     except ModelError:
         return None
+
+
+def say_how_to_try(name: str, folder: Path) -> None:
+    """Print a command that has a model answer; those for vectors and scores have none."""
+    if pooling_of(folder, name) is None:
+        click.echo(f'try it: mlxinfer run -m {shlex.quote(name)} "Hello"')

@@ -1,6 +1,5 @@
 """`mlxinfer convert` and `fuse`: MLX folders of any checkpoint, or of a model with an adapter."""
 
-import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from ..errors import ConversionError
 from ..hub import is_bundled
 from ..memory import human_bytes, parse_bytes
 from ..progress import StepWatch, progress_bars
+from ._model import say_how_to_try
 from ._options import Size, apply_options, flag_of, json_option, wrong_usage
 from ._output import counted, emit_json, human_count, note, table
 
@@ -236,8 +236,8 @@ def show_report(report: "ConversionReport", out: str) -> None:
     for line in report.notes:
         click.echo(line)
     if report.passed and report.loads and any(Path(out).glob("tokenizer.*")):
-        name = f"./{out}" if is_bundled(str(out)) else out  # the bundled one comes first
-        click.echo(f'try it: mlxinfer run -m {shlex.quote(name)} "Hello"')
+        name = f"./{out}" if is_bundled(out) else out  # the bundled one comes first
+        say_how_to_try(name, Path(out))
 
 
 # -- the command ------------------------------------------------------------------------------

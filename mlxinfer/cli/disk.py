@@ -16,6 +16,7 @@ from ..errors import InsufficientMemoryError, MlxinferError
 from ..memory import MODELS_SHARE, human_bytes, models_limit_bytes, parse_bytes, weights_bytes
 from ..memory.suggestions import TASKS, Suggestion, by_balance, fitting
 from ..progress import progress_bar
+from ._model import say_how_to_try
 from ._options import Size, complete_models, json_option, yes_option
 from ._output import confirm, counted, emit_json, fitted, human_count, note, table, when
 
@@ -32,8 +33,7 @@ from ._output import confirm, counted, emit_json, fitted, human_count, note, tab
 def list_command(folders: tuple[Path, ...], as_json: bool) -> None:
     """List the models on this disk.
 
-    Models of LM Studio, Ollama and other folders are listed too; use them by their paths. A GGUF
-    file has to be converted first.
+    Models of LM Studio, Ollama and other folders are listed too; use them by their paths.
     """
     listed = [*hub.list_models(), *hub.models_elsewhere(list(folders))]
     models, files = ([m for m in listed if m.gguf is gguf] for gguf in (False, True))
@@ -110,7 +110,7 @@ def pull(name: str, dry_run: bool, as_json: bool) -> None:
     else:
         click.echo(f"{name} is in {folder}")
         if _fits(name, folder):
-            click.echo(f"try it: mlxinfer chat -m {shlex.quote(name)}")
+            say_how_to_try(name, folder)
 
 
 def _fits(name: str, folder: Path) -> bool:

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import yaml
 from convert_cases import convert, write_source
+from pooling.tiny_pooling import pooling_folder
 
+from mlxinfer.cli import main
+from mlxinfer.cli.convert import show_report
 from mlxinfer.convert.calibration.logits import LogitCheck, compare_logits
 from mlxinfer.convert.read.source import (
     Origin,
@@ -107,6 +110,28 @@ def test_every_field_of_a_card_is_kept_or_made_true(tmp_path: Path) -> None:
     after = yaml.safe_load((tmp_path / "out" / "README.md").read_text().split("---\n")[1])
     true = {"library_name": "mlx", "tags": ["mlx", "chat", "a: b"]}
     assert {key: after[key] for key in before} == before | true
+
+
+@pytest.mark.parametrize(
+    ("case", "commands"), [("qwen3-v4", 2), ("arcee-v4", 1), ("gemma3", 0), ("bert", 0)]
+)
+def test_a_card_has_only_commands_that_the_model_answers(
+    case: str, commands: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mlx-lm does not read every model, and a model for vectors answers nobody."""
+    write = write_source if "-" in case else pooling_folder
+    write(tmp_path / "source", case)
+    report = convert(tmp_path / "source", tmp_path / "out", "bf16")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count(f"--model {FOLDER}") == (commands == 2)
+    assert card.count(f"mlxinfer run -m {FOLDER}") == ("text-generation" in card) == (commands > 0)
+    show_report(report, str(tmp_path / "out"))
+    assert ("try it: mlxinfer run" in capsys.readouterr().out) == (commands > 0)
+    with pytest.raises(SystemExit):
+        main(["pull", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert ("try it: mlxinfer run" in said) == (commands > 0)
+    assert "mlxinfer chat" not in said  # there is no template
 
 
 VOCAB, LENGTH = 50, 32

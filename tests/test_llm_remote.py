@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ from mlxinfer import (
 from mlxinfer.errors import ServerError
 from mlxinfer.remote.answer import RemoteAnswer
 from mlxinfer.remote.find import first_name
-from mlxinfer.remote.session import connect
+from mlxinfer.remote.session import KEEP_ALIVE, connect
 from mlxinfer.server.http import DONE, data
 from mlxinfer.server.keys import ApiKeys
 from tests.waiting import wait_until
@@ -151,6 +152,29 @@ def test_the_first_error_ends_the_other_answers(llm: LLM, server: LiveServer) ->
         llm.generate([*["A page"] * 3, [10**6]], long)
     assert time.monotonic() - began_s < 9
     wait_until(server.is_idle)
+
+
+def test_the_system_asks_whether_a_silent_machine_is_still_there(llm: LLM) -> None:
+    options = llm._session.options  # type: ignore[attr-defined]
+
+    async def asked() -> list[int]:
+        async with (
+            httpx2.AsyncClient(**options(httpx2.AsyncHTTPTransport)) as client,
+            client.stream("GET", "/health") as answer,
+        ):
+            return settings(answer)
+
+    def settings(answer: httpx2.Response) -> list[int]:
+        held = answer.extensions["network_stream"].get_extra_info("socket")
+        return [held.getsockopt(level, name) for level, name, _ in KEEP_ALIVE]
+
+    with (
+        httpx2.Client(**options(httpx2.HTTPTransport)) as client,
+        client.stream("GET", "/health") as answer,
+    ):
+        for on, *seconds in (settings(answer), asyncio.run(asked())):
+            assert on
+            assert seconds == [value for *_, value in KEEP_ALIVE[1:]]
 
 
 @pytest.mark.alike

@@ -5,6 +5,8 @@ The parts of an engine in this process (tokenizer, logits, pinned prefixes) are 
 
 import base64
 import os
+import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -31,6 +33,18 @@ API_KEY = "MLXINFER_API_KEY"  # environment variable
 ASK_S = 30.0  # that a server may take to say what it is
 POLL_S = 1.0  # between two looks at how far a model is loaded
 PARALLEL = 64  # requests of one batch at once
+if sys.platform == "darwin":
+    _IDLE = socket.TCP_KEEPALIVE
+else:
+    _IDLE = socket.TCP_KEEPIDLE
+# An answer may take any time, and a machine without power or network never says that it has gone.
+# So the system asks it after 30 seconds of silence, and gives up after a minute.
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, _IDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +177,8 @@ class RemoteSession(ModelSession):
         import httpx2
 
         method = "GET" if body is None else "POST"
-        with failures(self._url), httpx2.Client(**self.options(timeout_s)) as client:
+        options = self.options(httpx2.HTTPTransport, timeout_s)
+        with failures(self._url), httpx2.Client(**options) as client:
             response = client.request(method, path, json=body)
         if response.status_code != 200:
             raise _refusal(response.status_code, response.content)
@@ -204,14 +219,18 @@ class RemoteSession(ModelSession):
             f"{method} is not there for the model at {self._url}: {_REASONS[method]}.", param=method
         )
 
-    def options(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """The options of an HTTP client; answers may take long (timeout None)."""
+    def options(
+        self, transport: Callable[..., Any], timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The options of an HTTP client over a transport; answers may take long (timeout None)."""
         import httpx2
 
         if self.closed:
             raise EngineClosedError("This LLM is closed; build a new one.")
         timeout = httpx2.Timeout(ASK_S, read=timeout_s)
-        return {**client_options(self._url, self._key), "timeout": timeout}
+        options = client_options(self._url, self._key)
+        over = transport(verify=options["verify"], trust_env=False, socket_options=KEEP_ALIVE)
+        return {**options, "timeout": timeout, "transport": over}
 
 
 def connect(
@@ -251,7 +270,7 @@ class RemoteAnswers:
         answer, (path, body) = RemoteAnswer(index), self._requests[index]
         with (
             failures(self._session.info.url),
-            httpx2.Client(**self._session.options()) as client,
+            httpx2.Client(**self._session.options(httpx2.HTTPTransport)) as client,
             client.stream("POST", path, json=body) as response,
         ):
             if response.status_code != 200:
@@ -266,10 +285,10 @@ class RemoteAnswers:
         import httpx2
 
         for index, (path, body) in enumerate(self._requests):
-            answer = RemoteAnswer(index)
+            answer, options = RemoteAnswer(index), self._session.options(httpx2.AsyncHTTPTransport)
             with failures(self._session.info.url):
                 async with (
-                    httpx2.AsyncClient(**self._session.options()) as client,
+                    httpx2.AsyncClient(**options) as client,
                     client.stream("POST", path, json=body) as response,
                 ):
                     if response.status_code != 200:

@@ -100,7 +100,7 @@ def command(
             asyncio.run(
                 _answer_all(service, default, left, answers, lambda: show(len(answers.done), total))
             )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):  # Ctrl-C, or a full disk
         note(f"interrupted; {len(answers.done)} of {total} are done, the same command goes on")
         raise
     finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import errno
 import json
 import os
 import random
@@ -138,6 +139,28 @@ def test_only_what_another_try_may_change_is_tried_again(
     answered = asyncio.run(batch._answered(app, asked))
     assert len(replies) == (0 if kind is OverloadedError else 3)
     assert answered.response.status_code == (200 if kind is OverloadedError else kind.status)
+
+
+def test_a_full_disk_says_how_far_it_is_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, out, room = tmp_path / "in.jsonl", tmp_path / "out.jsonl", [3]
+    wanted.write_bytes(as_file([line(number) for number in range(6)]))
+    right = AnswerFiles.write
+
+    def write(self: AnswerFiles, answered: BatchAnswer) -> None:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= 1
+        right(self, answered)
+
+    monkeypatch.setattr(AnswerFiles, "write", write)
+    full = CliRunner().invoke(command, [str(wanted), str(out)])
+    assert isinstance(full.exception, OSError)
+    assert "3 of 6 are done, the same command goes on" in full.output
+    room[0] = 3
+    assert CliRunner().invoke(command, [str(wanted), str(out)]).exit_code == 0
+    assert len(answers_in(out)) == 6
 
 
 def test_a_file_of_answers_is_read_again(tmp_path: Path) -> None:

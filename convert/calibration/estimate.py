@@ -49,7 +49,9 @@ def estimated_seconds(
         for output in streamed.outputs_of(index).values()
         if len(output.shape) > 1
     ]
+    rounded = [t.output for t in plan.tensors if t.form is not None and not t.packed]
     text = min(SEQUENCES * CALIBRATION_LENGTH, len(options.calibration) // TOKEN_CHARS)
+    text *= bool(rounded)  # codes that are kept need none
     positions = checked_positions(config.vocab_size) * comparing
     tokens = text + 2 * positions  # the source, and the output
     if options.targeted:  # the probes of a layer go through those behind it, half of all
@@ -61,7 +63,8 @@ def estimated_seconds(
     seconds = products * _product_s(arranged)
     seconds += _moments_s(arranged, [*matrices, streamed.head], budget.inputs, text)
     largest = max(matrices, key=lambda output: output.num_weights)
-    seconds += _rounding_s(largest.shape, plan, options, budget, arranged.source.dtype)
+    count = sum(output.num_weights for output in rounded)
+    seconds += count * _rounding_s(largest.shape, options, budget, arranged.source.dtype)
     reads = 2 + options.check_tensors + comparing  # the source, to run it; the output, to run it
     seconds += reads * plan.num_weights * _reading_s(arranged, largest, budget.block)
     seconds += config.vocab_size * TOKEN_S
@@ -124,13 +127,9 @@ def _reading_s(arranged: ArrangedSource, output: OutputTensor, block: int) -> fl
 
 
 def _rounding_s(
-    shape: tuple[int, ...],
-    plan: ConversionPlan,
-    options: ConversionOptions,
-    budget: MemoryBudget,
-    dtype: str,
+    shape: tuple[int, ...], options: ConversionOptions, budget: MemoryBudget, dtype: str
 ) -> float:
-    """Seconds of rounding all matrices, from some rows of a matrix of this shape."""
+    """Seconds of rounding a number, from some rows of a matrix of this shape."""
     form, width = fitting(affine(4), shape), shape[-1]
     if form is None:
         return 0.0
@@ -140,8 +139,7 @@ def _rounding_s(
         feedback = ErrorFeedback((np.eye(size, dtype=np.float32),) * (width // size))
     method = QuantisationMethod(form, dtype, options.searched, None, feedback, tile)
     rows = np.random.default_rng(0).standard_normal((tile, width), np.float32)
-    count = sum(tensor.output.num_weights for tensor in plan.tensors if tensor.form is not None)
-    return _timed(lambda: quantise(rows, method)) * count / rows.size / budget.workers
+    return _timed(lambda: quantise(rows, method)) / rows.size / budget.workers
 
 
 def _timed(work: Callable[[], object]) -> float:

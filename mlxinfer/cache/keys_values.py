@@ -188,7 +188,7 @@ class KeyValueLayer(PagedLayer):
 
         `qkv`: the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim).
         """
-        prepared, heads, place = self.prepared, self.heads, self.prepared.place
+        prepared, heads, place = self.prepared, self.step_head_writer, self.prepared.place
         assert heads is not None
         assert place.positions is not None
         if self.writes_tails and place.is_decode:
@@ -341,7 +341,7 @@ class KeyValueLayer(PagedLayer):
 
     def plan_heads(self, num_heads: int, width: int) -> int:
         """See `PagedLayer`: the KV heads."""
-        return self._heads
+        return self._num_heads
 
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         load = plan.max_queries, plan.num_spans

@@ -95,7 +95,7 @@ class LayerGroup(PageGroup):
         prepared = prepare(metadata, self, self.layers, place)
         for layer in self.layers:
             layer.prepared = prepared
-            layer.heads = None if place.positions is None else layer.write_heads
+            layer.step_head_writer = None if place.positions is None else layer.head_writer
 
     def before_step(self, work: CacheWork) -> None:
         """Move tail pages into the page arrays. Only behind a barrier.
@@ -199,13 +199,21 @@ class KVCache:
             room -= self.state_group.max_snapshots * self.state_group.num_bytes
         every = paged_of(layers)
         elsewhere = 0 if every else sum(layer.token_bytes for layer in layers)
-        sizes = page_size, prefill_chunk
-        plans = plan_groups(every, paged, *sizes, self.max_batch, room, num_pages, elsewhere)
+        plans = plan_groups(
+            every, paged, page_size, prefill_chunk, self.max_batch, room, num_pages, elsewhere
+        )
         whole_pages = any(layer.whole_pages for layer in every)
         self.groups = [
             LayerGroup(
-                *(plan.window, PageAllocator(plan.num_pages), *sizes, plan.page_bytes, number),
-                *(whole_pages, plan.layers, self.max_batch),
+                window=plan.window,
+                allocator=PageAllocator(plan.num_pages),
+                page_size=page_size,
+                prefill_chunk=prefill_chunk,
+                page_bytes=plan.page_bytes,
+                number=number,
+                whole_pages=whole_pages,
+                layers=plan.layers,
+                max_slots=self.max_batch,
             )
             for number, plan in enumerate(plans)
         ]

@@ -89,7 +89,7 @@ def _install_fastest(layers: Sequence[PagedLayer], fastest: Fastest) -> None:
 
 
 def _install_heads(layer: PagedLayer, heads: Heads, ready: ReadyFor) -> None:
-    layer.write_heads = heads if ready(1) else None
+    layer.head_writer = heads if ready(1) else None
 
 
 def _install_tails(layer: PagedLayer, heads: Heads, ready: ReadyFor) -> None:

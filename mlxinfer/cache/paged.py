@@ -78,7 +78,7 @@ class SequencePlace:
         return self.start + self.rows.stop - self.rows.start
 
     def positions(self, rows: slice) -> mx.array:
-        """(n, 1) of rows `own` of the step's flat list, which are the sequence's."""
+        """(n, 1) of these rows of the step's flat list, which are the sequence's."""
         first = self.start + rows.start - self.rows.start
         return mx.arange(first, first + rows.stop - rows.start)[:, None]
 
@@ -247,13 +247,13 @@ class PagedLayer(ABC):
     Attributes:
         form: what kernels are compiled for; layers of one form share them.
         prepared: the current step, as `attention.prepare` gave it for the layer's group.
-        heads: settings of the kernel that writes heads in this step; None: the mixer does its work.
         read_bytes: of one token's keys and values, as they are attended to.
         ready: for how many query tokens of a sequence the attention kernel may be used.
         fastest: of several ways in which short segments attend, for query tokens and sequences.
         fastest_prompt: the same of a prefill chunk, for its tokens.
-        write_heads: norm, rope and storage format in one kernel; None: the mixer does them.
-        writes_tails: decode steps write to tails in the kernel of `write_heads`.
+        head_writer: norm, rope and storage format in one kernel; None: the mixer does them.
+        step_head_writer: the same in this step; None: the mixer does them.
+        writes_tails: decode steps write to tails in the kernel of `head_writer`.
         subtracts_bias: what a bias adds to keys is not stored, see `KeyValueLayer`.
         bias: of keys; set where it is subtracted.
     """
@@ -266,7 +266,7 @@ class PagedLayer(ABC):
     keys: Plane
     values: Plane
     prepared: Any
-    heads: Heads | None
+    step_head_writer: Heads | None
     bias: KeyBias
 
     def __init__(
@@ -284,11 +284,11 @@ class PagedLayer(ABC):
         self.fastest: Fastest = first_way
         self.fastest_prompt: Fastest = first_way
         self.writes_tails = False
-        self.write_heads: Heads | None = None
+        self.head_writer: Heads | None = None
         self.num_slots = self.num_pages = self.page_size = 0
         self.planes: list[Plane] = []
-        self._kinds, self._heads, self._joined = kinds, heads, joined
-        self._tail_heads = 2 * heads if joined else heads
+        self._kinds, self._num_heads, self._joined = kinds, heads, joined
+        self._num_tail_heads = 2 * heads if joined else heads
         self.read_bytes = spec.numbers * dtype.size
         self.token_bytes = heads * sum(part_bytes(fmt.parts(dim, dtype)) for fmt, dim in kinds)
         self.tail_bytes_each = heads * sum(
@@ -306,8 +306,8 @@ class PagedLayer(ABC):
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
         self.page_size, self.num_pages, self.num_slots = page_size, num_pages, num_slots
-        heads, kinds = self._heads, self._kinds
-        self._tail_rows = self._tail_heads * 2 * page_size  # of a slot
+        heads, kinds = self._num_heads, self._kinds
+        self._tail_rows = self._num_tail_heads * 2 * page_size  # of a slot
         self._tails = [
             [
                 mx.zeros((num_slots * self._tail_rows, width), kind)
@@ -326,13 +326,13 @@ class PagedLayer(ABC):
             ]
             tails, first = self._tails[0 if self._joined else i], i * heads if self._joined else 0
             self.planes.append(
-                Plane(fmt, pages, tails, dim, self._tail_heads, first, dtype=self.dtype)
+                Plane(fmt, pages, tails, dim, self._num_tail_heads, first, dtype=self.dtype)
             )
         self.keys, self.values = self.views()
 
     @property
     def by_position(self) -> bool:
-        return self.subtracts_bias or self.write_heads is not None
+        return self.subtracts_bias or self.head_writer is not None
 
     def views(self) -> tuple[Plane, Plane]:
         return self.planes[0], self.planes[-1]
@@ -391,7 +391,7 @@ class PagedLayer(ABC):
             stored = [[]]
             for key, value in zip(keys, values, strict=True):
                 stored[0].append(mx.concatenate([key, value], axis=1))
-        rows = place.rows_of(self._tail_heads)
+        rows = place.rows_of(self._num_tail_heads)
         for tails, which, i in self._tail_parts:
             tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
 
@@ -420,7 +420,7 @@ class PagedLayer(ABC):
 
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
-        shape = (-1, self._tail_heads, 2 * self.page_size)
+        shape = (-1, self._num_tail_heads, 2 * self.page_size)
         layout, other = self.keys, self.values
         keys: list[mx.array] = []
         values = keys if layout.tails is other.tails and not self._joined else []

@@ -34,7 +34,8 @@ class PageTable:
         pages: those from page number `first` on.
 
     Attributes:
-        rewritten: the last of them that changed a page that was there; 0: none did. Others add
+        num_changes: how often the table was changed.
+        rewritten: the number of the last change that replaced a page; 0: none did. Others add
             pages behind the last one, or recycle the first ones.
     """
 
@@ -263,7 +264,7 @@ class PageAllocator:
         return int(roomy[0] if len(roomy) else starts[(stops - starts).argmax()])
 
 
-Held = Callable[[int, int], int]
+HeldUntil = Callable[[int, int], int]
 """(start, stop): positions, the first of a page and a later one -> up to where a group has the
 pages between them without a gap; of states, the last of these positions that has one; else start.
 
@@ -362,7 +363,7 @@ class PageGroup:
         """
         return self.needed_pages((number + 1) * self.page_size) if self.recycles else [number]
 
-    def last_resumable(self, num_tokens: int, held: Held) -> int:
+    def last_resumable(self, num_tokens: int, held_until: HeldUntil) -> int:
         """The last position up to `num_tokens` that a sequence can go on from.
 
         At position p it needs the pages of the sinks and those of p - W + 1 to p - 1. Inside of a
@@ -371,14 +372,14 @@ class PageGroup:
         """
         size = self.page_size
         if not self.recycles:
-            return held(0, num_tokens)
+            return held_until(0, num_tokens)
         of_sinks = min(self.num_kept * size, num_tokens)
-        reached = held(0, of_sinks)
+        reached = held_until(0, of_sinks)
         position = num_tokens if reached == of_sinks else reached
         first, number = self.first_page(position), -(-position // size) - 1
         while number >= first:
             start, stop = number * size, min((number + 1) * size, position)
-            if held(start, stop) < stop:
+            if held_until(start, stop) < stop:
                 position = start  # further on in this page would need it, too
                 first = self.first_page(position)
             number -= 1
@@ -392,7 +393,7 @@ class PageGroup:
         held = -(-(self.window.size - 1) // self.page_size) + 1 + self.num_kept
         return min(pages, held + self.prefill_chunk // self.page_size)
 
-    def begin(self, restored: int, num_known: int) -> int:
+    def positions_at_start(self, restored: int, num_known: int) -> int:
         """Positions to have pages for when a sequence of `num_known` tokens begins.
 
         All that are known where none is ever recycled, so that a prompt lies in one run of pages;
@@ -400,7 +401,8 @@ class PageGroup:
         """
         return restored if self.recycles else num_known
 
-    def commit(self, table: PageTable, num_tokens: int) -> list[int]:
+    def recycle(self, table: PageTable, num_tokens: int) -> list[int]:
+        """Pages of the table that no later token sees, which it gives up."""
         return table.drop_before(self.first_page(num_tokens))
 
 
@@ -423,10 +425,10 @@ class StateGroup:
     def has_room(self) -> bool:
         return self.num_held < self.max_snapshots
 
-    def last_resumable(self, num_tokens: int, held: Held, page_size: int) -> int:
+    def last_resumable(self, num_tokens: int, held_until: HeldUntil, page_size: int) -> int:
         """The last position up to `num_tokens` that has a snapshot; 0: none has."""
         for start in range((num_tokens - 1) // page_size * page_size, -1, -page_size):
-            if (reached := held(start, min(start + page_size, num_tokens))) > start:
+            if (reached := held_until(start, min(start + page_size, num_tokens))) > start:
                 return reached
         return 0
 
@@ -449,7 +451,7 @@ class StateGroup:
 Rule = Callable[[int], int]  # position -> the last one up to it where a group can resume
 Spans = Sequence[tuple[int, int]]  # [from, to) positions that are reused as a whole or not at all
 HeldBy = Callable[[int, int, int], int]
-"""(group, start, stop): `Held` of each group, the states last."""
+"""(group, start, stop): `HeldUntil` of each group, the states last."""
 
 
 def resume_point(longest: int, rules: Sequence[Rule], alignment: int = 1) -> int:
@@ -484,12 +486,12 @@ def longest_prefix(
     """
     rules: list[Rule] = []
     for number, group in enumerate(groups):
-        rule = partial(group.last_resumable, held=partial(held, number))
+        rule = partial(group.last_resumable, held_until=partial(held, number))
         if group.recycles:
             rules.append(rule)
         else:
             longest = rule(longest)
     if states is not None:
         of_states, size = partial(held, len(groups)), groups[0].page_size
-        rules.append(partial(states.last_resumable, held=of_states, page_size=size))
+        rules.append(partial(states.last_resumable, held_until=of_states, page_size=size))
     return resume_point(longest, [*rules, *[span_rule(*span) for span in spans]], alignment)

@@ -53,7 +53,9 @@ class Sequence:
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     lease: Lease | None = None  # on what it shares with others; None: not running
     names: PageNames | None = None  # of its pages, as far as they were asked for
-    started: bool = False  # the step was launched before which shared pages are copied for it
+    started: bool = (
+        False  # a step was launched since it got its slot, with the copies that it needed
+    )
     num_logits: int = 0  # positions with logits given out, where they were asked for
     num_cached: int = 0  # prompt tokens that were found computed
     finished: bool = False
@@ -72,7 +74,7 @@ class Sequence:
         return self.pictures.key_ids + self.token_ids[self.num_prompt :]
 
     @property
-    def lease_of(self) -> Lease:
+    def required_lease(self) -> Lease:
         assert self.lease is not None
         return self.lease
 
@@ -83,6 +85,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Tokens of the answer, with those in flight."""
         return len(self.token_ids) - self.num_prompt + self.num_pending
 
     @property
@@ -109,13 +112,13 @@ class Segment:
     tables: list[PageTable]  # one per layer group
     num_samples: int  # the last so many rows give a token each
     output_index: int  # which token of the answer the first of them gives, from 0
-    seals: bool = False  # written to pages (a prefill chunk), not to the tail alone
+    is_chunk: bool = False  # written to pages (a prefill chunk), not to the tail alone
     row: int = 0  # of the first token in the flat list
     proposals: Seq[int] = ()  # the last tokens, which are guesses
     weights: Seq[Any] = ()  # that these were drawn with, if they were, see `Proposal`
 
     @staticmethod
-    def following(sequence: Sequence, num_tokens: int, *, seals: bool) -> "Segment":
+    def following(sequence: Sequence, num_tokens: int, *, is_chunk: bool) -> "Segment":
         return Segment(
             sequence=sequence,
             start=sequence.num_computed,
@@ -125,7 +128,7 @@ class Segment:
             tables=sequence.tables,
             num_samples=int(num_tokens == sequence.num_left),
             output_index=sequence.num_output,
-            seals=seals,
+            is_chunk=is_chunk,
         )
 
     @property
@@ -160,18 +163,18 @@ def step_metadata(
     # Single tokens together, and the few wider segments together: padding stays small.
     single_tokens = [segment for segment in short if segment.num_tokens == 1]
     wide = [segment for segment in short if segment.num_tokens > 1]
-    together = [attend_together(segments) for segments in (single_tokens, wide) if segments]
+    together = [segments_of(segments) for segments in (single_tokens, wide) if segments]
     if single is not None and single_tokens:
         together[0] = single.joined(together[0])
     elif single is not None:
         together.insert(0, single)
-    chunks = [attend_together([segment]) for segment in long]
+    chunks = [segments_of([segment]) for segment in long]
     parts = [segments.tokens()[2] for segments in (*together, *chunks)]
     positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
     return StepMetadata(together, chunks, positions, verified)
 
 
-def attend_together(segments: Seq[Segment]) -> Segments:
+def segments_of(segments: Seq[Segment]) -> Segments:
     return Segments(
         [segment.tables for segment in segments],
         ints([segment.row for segment in segments]),
@@ -213,8 +216,15 @@ class DecodeBatch:
         output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
         has_grammar = any(s.request.grammar is not None for s in sequences)
         deltas = [0 if s.pictures is None else s.pictures.rope_delta for s in sequences]
-        rest = has_grammar, ints(deltas) if any(deltas) else None, longest_tail(segments)
-        return DecodeBatch(sequences, tuple(slots), segments, output_index, *rest)
+        return DecodeBatch(
+            sequences,
+            tuple(slots),
+            segments,
+            output_index,
+            has_grammar=has_grammar,
+            rope_delta=ints(deltas) if any(deltas) else None,
+            max_tail=longest_tail(segments),
+        )
 
     def advance(self) -> "DecodeBatch":
         return DecodeBatch(
@@ -342,16 +352,13 @@ class Batch:
     held_slots: int = 0
     num_decoding: int = 0  # with those of steps that take turns with it; 0: there are none such
     was_delayed: bool = False  # a tower worked between the step before and this one
-    # These three are known once it counts as computed.
+    # These three are known once its sequences were advanced.
     ragged: list[Segment] = field(default_factory=list)  # short and long ones, in flat order
     begins_answers: bool = False  # whether it gives the first token of an answer
     has_pictures: bool = False  # whether a prompt in `ragged` has any
 
-    def count_computed(self, page_size: int) -> None:
-        """Count the step as computed; everything that depends on it runs later.
-
-        Numbers the flat rows of its segments, and states which rows give a token.
-        """
+    def advance_sequences(self, page_size: int) -> None:
+        """Advance all sequences past this step, number its rows, and state which give a token."""
         for sequence in self.admitted:  # some get no token in it, but a copy of a shared page
             sequence.started = sequence.slot >= 0
         for sequence in self.decodes.sequences:
@@ -375,7 +382,7 @@ class Batch:
         return self.decodes.sequences + [segment.sequence for segment in self.ragged]
 
     @property
-    def segments(self) -> StepMetadata:
+    def metadata(self) -> StepMetadata:
         single, turns = self.decodes.segments, self.decodes.rope_delta is not None
         if not self.ragged and not turns:  # most steps
             return StepMetadata([single], [], single.starts)

@@ -69,7 +69,7 @@ class EngineLoop(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs, waits or is in flight."""
+        """Whether nothing is in flight, and unfinished requests only wait for pages of peers."""
 
     @property
     def idle_work(self) -> Callable[[], None] | None:
@@ -151,7 +151,7 @@ class Engine:
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
         self._abandoned = False
-        self._end = EngineClosedError("The engine is closed; build a new LLM.")  # once it does
+        self._end = EngineClosedError("The engine is closed; build a new LLM.")  # what callers get
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
         self._running = threading.Lock()  # held by the thread until it has left MLX

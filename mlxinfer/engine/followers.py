@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class StepInputs:
     """The inputs of a step: its tokens, where they belong, and the work on the cache before it."""
 
-    segments: StepMetadata
+    metadata: StepMetadata
     follows: bool  # its ids are the tokens of the step before, in order: the next two are None
     known_ids: Ints | None  # (T,) ids as far as the host knows them
     pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are

@@ -85,7 +85,7 @@ class KVManager:
             sequence.num_cached = point.num_tokens
             sequence.request.reuse = self._reuse(sequence, point, tiers)
         for g, group in enumerate(self.groups):
-            num_tokens = group.begin(point.num_tokens, len(sequence.token_ids))
+            num_tokens = group.positions_at_start(point.num_tokens, len(sequence.token_ids))
             extended = self._extend(sequence, g, num_tokens, everything=True)
             assert extended, "there was room"
         if point.cut is not None:
@@ -227,7 +227,7 @@ class KVManager:
         if self._states is not None:
             begun += self._states.take(work)
         for sequence in begun:
-            self.prefix.release_copied(sequence.lease_of)
+            self.prefix.release_copied(sequence.required_lease)
         self._closing, self._copies = [], {}
         return work
 
@@ -304,15 +304,15 @@ class KVManager:
 
     def trim(self, sequence: Sequence) -> None:
         for g, group in self._recycling:
-            dropped = group.commit(sequence.tables[g], sequence.num_computed)
+            dropped = group.recycle(sequence.tables[g], sequence.num_computed)
             if dropped:
-                self.prefix.give_back(sequence.lease_of, g, dropped)
+                self.prefix.give_back(sequence.required_lease, g, dropped)
 
     # -- ending ---------------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, *, keep: bool) -> None:
         """Release the pages of a sequence; with `keep`, later requests can reuse them."""
-        lease, names = sequence.lease_of, self.names_of(sequence)
+        lease, names = sequence.required_lease, self.names_of(sequence)
         self._copies.pop(sequence, None)
         if keep and self.reuse:
             written = sequence.num_sealed

@@ -38,7 +38,7 @@ class Loop(EngineParts):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs, waits or is in flight."""
+        """Whether nothing is in flight, and unfinished requests only wait for pages of peers."""
         return not self._in_flight and self.scheduler.queues.idle
 
     @property
@@ -68,7 +68,7 @@ class Loop(EngineParts):
     # -- requests -------------------------------------------------------------------------------
 
     def add(self, request: Request, max_output: int) -> None:
-        """Queue a request that passed `limits.check`, with the number of tokens of its answer."""
+        """Queue a request that passed `limits.check`, with the most tokens of its answer."""
         if self._proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
         limits, num_prompt = self.limits, len(request.prompt_ids)
@@ -106,23 +106,25 @@ class Loop(EngineParts):
     # -- steps ----------------------------------------------------------------------------------
 
     def _schedule(self) -> Batch | None:
-        """Plan the next step; None: nothing can be computed now.
-
-        A tower sees pictures between two steps.
-        """
+        """Plan the next step; None: nothing can be computed now."""
         if self.store is not None and not self.store.tiers:
             self.open_tiers()
-        sees = bool(self.features.wanted)
-        self.features.worked_s = 0.0
-        if sees and self._read(0) and self.features.wanted:
-            failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
-            if failed is not None:
-                self._fail(*failed)
+        sees = self._see_pictures()
         self._began_s = time.monotonic()
         batch = self.scheduler.next_batch()
         if batch is not None:
             batch.was_delayed = sees
         return batch
+
+    def _see_pictures(self) -> bool:
+        """Let the tower see pictures, between two steps; False: none is wanted."""
+        sees = bool(self.features.wanted)
+        self.features.worked_s = 0.0
+        if sees and self._read(0) and self.features.wanted:  # reading may have ended the requests
+            failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
+            if failed is not None:
+                self._fail(*failed)
+        return sees
 
     def _launch(self, batch: Batch) -> Launched | None:
         """Launch a step behind the one before it; None: it failed."""
@@ -176,8 +178,8 @@ class Loop(EngineParts):
             self._emit(progress)
         if outputs.not_finite:
             self._fail_not_finite(outputs.not_finite)
-        if step.hidden is not None and self._proposer is not None:
-            self._proposer.take(step.batch, step.hidden)
+        if step.tapped is not None and self._proposer is not None:
+            self._proposer.take(step.batch, step.tapped)
         result = self.scheduler.commit(step.batch, outputs.token_ids)
         self.runner.commit(step.batch, outputs.token_ids, result)
         self._emit(token_events(step.batch.sampling, outputs.token_ids, result, outputs.logprobs))
@@ -191,7 +193,7 @@ class Loop(EngineParts):
         ended_s = min(step.ended_s, time.monotonic())
         seconds = ended_s - max(step.began_s, self._ended_s)  # steps run one after the other
         self._ended_s = ended_s
-        self.scheduler.prefill.observe(step.batch, seconds, goes_on=step.goes_on)
+        self.scheduler.prefill.observe(step.batch, seconds, on_later_stages=step.on_later_stages)
         if self.store is not None:
             self.store.put(step.spilled)
             self.store.step_ended(

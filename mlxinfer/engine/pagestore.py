@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from ..cache.disk import NOTHING_STORED, DiskTier, Entry, group_key, namespace_key
 from ..cache.inputs import PageTransfer
 from ..cache.pages import PageGroup, Spans, StateGroup, longest_prefix
-from ..cache.prefix import Name, Page, PageNames, PrefixCache, RestorePoint, Users
+from ..cache.prefix import Name, Page, PageNames, PagesByGroup, PrefixCache, RestorePoint
 from .followers import FollowerDisks
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
@@ -312,8 +312,10 @@ class PageStore:
         groups = zip(counts, prefix.allocators, strict=True)
         return all(count <= allocator.num_free for count, allocator in groups)
 
-    def _insert(self, prefix: PrefixCache, names: PageNames, loaded: dict[Place, Entry]) -> Users:
-        users: Users = {group: [] for group in prefix.attention}
+    def _insert(
+        self, prefix: PrefixCache, names: PageNames, loaded: dict[Place, Entry]
+    ) -> PagesByGroup:
+        users: PagesByGroup = {group: [] for group in prefix.attention}
         for group, allocator in enumerate(prefix.allocators):
             numbers = [number for number, g in loaded if g == group]
             for number, page_id in zip(numbers, allocator.allocate(len(numbers)), strict=True):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ..cache.pages import ENDLESS
 from ..config import EngineConfig
 from ..core import TokenEvent
 from ..errors import InvalidRequestError
@@ -28,7 +29,6 @@ from .suspects import Suspects
 
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
 RECEIVED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages that come from peers
-_ENDLESS = 2**31  # tokens; more than any context
 
 
 class EngineParts:
@@ -168,7 +168,7 @@ class EngineParts:
             max_batch=self.config.max_batch,
             max_positions=self.cache.max_tokens,
             groups=tuple(
-                GroupLimits(g.allocator.num_pages, g.page_bytes, g.max_pages(_ENDLESS))
+                GroupLimits(g.allocator.num_pages, g.page_bytes, g.max_pages(ENDLESS))
                 for g in self.cache.groups
             ),
             pictures=self._picture_limits(),

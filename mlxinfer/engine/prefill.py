@@ -31,10 +31,13 @@ HIDDEN = 0.1  # of the seconds of the step before: a shorter step had ended befo
 LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
 
 
-class Beside(NamedTuple):
-    """What a step has beside prompts, where tenants share the steps.
+class PromptRoom(NamedTuple):
+    """What prompts may take of a step that tenants share.
 
     Attributes:
+        tenants: whose answers get tokens in the step.
+        seconds: of these rows.
+        most_s: that the whole step may take.
         shared_s: that a step takes for any number of rows: prompts get as long at least, because
             smaller parts would waste more than half of the step.
     """
@@ -58,7 +61,7 @@ class PrefillSizer:
         tenants: whose work is counted: each gets its share of the tokens of a step.
 
     Attributes:
-        alone_s: seconds of all steps since the scheduler set it to 0.
+        uncontested_s: seconds of steps since two tenants last had requests; inf: they never had.
     """
 
     def __init__(
@@ -77,15 +80,15 @@ class PrefillSizer:
         self._page_size = page_size
         self._tenants = tenants or Shares()
         self._slice_s = slice_s
-        self.alone_s = inf
+        self.uncontested_s = inf
         self.fixed = fixed or most
         self._decode_s: float | None = None  # of a step without prompts
         self.decoded = 0, 0.0  # tokens and seconds of the last such step
-        # The last two without the latest step; None: that one had prompts, so neither changed.
+        # The last two before the latest step, to undo it; None: it had prompts, or waited for some.
         self._before_latest: tuple[float | None, tuple[int, float]] | None = None
         self._rows_s: float | None = None  # of the rows beside the last prompts of several tenants
         # Half-octave of the context -> context, and seconds that one more token takes there.
-        self._beside: dict[int, tuple[float, float]] = {}
+        self._token_s: dict[int, tuple[float, float]] = {}
         self._max_step_s = MAX_STEP_S
         self._limit = most  # tokens of a step; less after the GPU stopped one
         self._until_rise = 0
@@ -96,7 +99,7 @@ class PrefillSizer:
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
     def shares(
-        self, prefilling: Seq[Sequence], num_running: int, beside: Beside | None = None
+        self, prefilling: Seq[Sequence], num_running: int, prompt_room: PromptRoom | None = None
     ) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt that gets any.
 
@@ -105,26 +108,30 @@ class PrefillSizer:
             num_running: of all that run, without prompts that wait for pictures.
         """
         page_size = self._page_size
-        served, self._rows_s = ((), None) if beside is None else beside[:2]
+        served, self._rows_s = ((), None) if prompt_room is None else prompt_room[:2]
         if not prefilling:
             return []
         if self._slice_s is None:  # a fixed number; half, if others wait for the step
             room = min(self.fixed // 2 if num_running > 1 else self.fixed, self._limit)
             return self._divide(prefilling, max(room, page_size))
-        if num_running == len(prefilling) and beside is None:
+        if num_running == len(prefilling) and prompt_room is None:
             self._size = self._next_size()
             return self._divide(prefilling, self._bounded(prefilling))
-        if not self._beside:
+        if not self._token_s:
             return self._divide(prefilling, min(UNTIMED, self._limit), served)
-        if beside is not None:
-            left_s = max(beside.most_s - beside.seconds, beside.shared_s)
+        if prompt_room is not None:
+            left_s = max(prompt_room.most_s - prompt_room.seconds, prompt_room.shared_s)
         else:
             left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
-        if len(costs) > 1 and beside is None:  # a page for the oldest, and one for the shortest
+        if (
+            len(costs) > 1 and prompt_room is None
+        ):  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
         # Twice the last step's where keys share: what a token costs beside rows may be far off.
-        most = self._limit if beside is None else min(self._limit, max(2 * self._last, UNTIMED))
+        most = self._limit
+        if prompt_room is not None:
+            most = min(most, max(2 * self._last, UNTIMED))
         left_s = min(left_s, most * min(costs.values()))
         return self._divide(prefilling, left_s, served, costs.__getitem__)
 
@@ -175,9 +182,10 @@ class PrefillSizer:
     ) -> int:
         """Tokens that the oldest prompt of a tenant gets at least: a page, or far less.
 
-        A page may take far longer than the room, or seem to. Then answers of other tenants wait
-        for it only if a tenant that is not a slice ahead has a prompt of a page or two, or for a
-        quarter of it if that tenant is.
+        A page, if no other tenant's answers are in the step, or if the prompt is short (two pages),
+        its tenant gets no tokens in the step, and has had less than a slice more work. Else what
+        fits into the room, and a page if that is half of one: a page may take far longer than the
+        room, or seem to. Such a short prompt gets a quarter of a page at least.
         """
         tenant, used = oldest.request.tenant, self._tenants.used
         others = [used(other) for other in served if other != tenant]
@@ -188,16 +196,16 @@ class PrefillSizer:
         fitting = max(int(room / cost(oldest)), self._page_size // 4 if is_first else 1)
         return fitting if 2 * fitting < self._page_size else self._page_size
 
-    def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
+    def observe(self, batch: Batch, seconds: float, *, on_later_stages: bool = False) -> None:
         """Take in how long a step took.
 
         Args:
             batch: what was computed.
             seconds: until this rank had done its part.
-            goes_on: later pipeline stages still work on the step, and it returns nothing. Their
-                time becomes a part of the time of the next step that gives tokens.
+            on_later_stages: they still work on the step, and it returns nothing. Their time becomes
+                a part of the time of the next step that gives tokens.
         """
-        self.alone_s += seconds
+        self.uncontested_s += seconds
         if self._slice_s is None or not batch.num_tokens:
             return
         prompts, num_tokens = [], 0
@@ -206,8 +214,8 @@ class PrefillSizer:
                 prompts.append(segment)
                 num_tokens += segment.num_tokens
         unseen, unseen_s = self._unseen
-        self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
-        if goes_on:
+        self._unseen = (unseen + num_tokens, unseen_s + seconds) if on_later_stages else (0, 0.0)
+        if on_later_stages:
             return
         seconds += self._hidden_s(seconds)
         if not prompts:
@@ -218,34 +226,34 @@ class PrefillSizer:
             return
         self._rise()
         self._last = num_tokens
-        beside = num_tokens < batch.num_tokens
+        has_rows = num_tokens < batch.num_tokens
         if self._num_stages > 1:  # steps follow each other: what was not seen came before this one
             num_tokens, seconds, unseen, unseen_s = num_tokens + unseen, seconds + unseen_s, 0, 0.0
         context = max([segment.stop for segment in prompts])
-        if not beside:
+        if not has_rows:
             tokens = num_tokens + unseen
             self._time_size(tokens, context, (seconds + unseen_s) / tokens)
-        if unseen:  # ranks worked at the same time: a step beside others passes through all of them
+        if unseen:  # ranks worked at the same time: a step with rows passes through all of them
             return
-        self._note_cost(num_tokens, context, seconds, beside=beside)
+        self._note_cost(num_tokens, context, seconds, has_rows=has_rows)
 
-    def _note_cost(self, num_tokens: int, context: int, seconds: float, *, beside: bool) -> None:
-        """Take in the seconds of a step with prompt tokens; `beside`: it has rows of answers too.
+    def _note_cost(self, num_tokens: int, context: int, seconds: float, *, has_rows: bool) -> None:
+        """Take in the seconds of a step with prompt tokens; `has_rows`: of answers too.
 
         Args:
             context: of the longest of its prompts, up to the last token computed.
         """
         decode_s = self._decode_s if self._rows_s is None else self._rows_s
-        spent_s = seconds - (decode_s or 0.0) if beside else seconds
+        spent_s = seconds - (decode_s or 0.0) if has_rows else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
         place = _half_octave(context)
-        at, _ = self._beside.get(place, (context, 0.0))
-        before = self._seconds_at(context) if self._beside else None
+        at, _ = self._token_s.get(place, (context, 0.0))
+        before = self._seconds_at(context) if self._token_s else None
         part = min(num_tokens / self._page_size, 1.0)  # the time of few tokens says little
         known = _blended(before, cost, part)
         if self._num_stages == 1:  # else the seconds are of one stage
             known = min(known, seconds / num_tokens)
-        self._beside[place] = _blended(at, context), known
+        self._token_s[place] = _blended(at, context), known
         self._agree(place)
 
     def _hidden_s(self, seconds: float) -> float:
@@ -267,10 +275,10 @@ class PrefillSizer:
 
         A token costs more the longer the context is, but at most in proportion to it.
         """
-        context, known = self._beside[place]
-        for other, (at, seconds) in self._beside.items():
+        context, known = self._token_s[place]
+        for other, (at, seconds) in self._token_s.items():
             least, most = sorted((known, known * at / context))
-            self._beside[other] = at, min(max(seconds, least), most)
+            self._token_s[other] = at, min(max(seconds, least), most)
 
     @property
     def is_long(self) -> bool:
@@ -302,7 +310,7 @@ class PrefillSizer:
     @property
     def page_s(self) -> float:
         """Seconds that a page of a prompt takes in a step; 0: no step was timed."""
-        return self._page_size * self._seconds_at(self._page_size) if self._beside else 0.0
+        return self._page_size * self._seconds_at(self._page_size) if self._token_s else 0.0
 
     def _cost(self, sequence: Sequence, left_s: float) -> float:
         start = sequence.num_computed
@@ -311,13 +319,13 @@ class PrefillSizer:
 
     def _seconds_at(self, context: float) -> float:
         """Seconds of one token after `context` others, from the lengths that were measured."""
-        return min([s * max(1.0, context / at) for at, s in self._beside.values()])
+        return min([s * max(1.0, context / at) for at, s in self._token_s.values()])
 
     # -- while none decodes ---------------------------------------------------------------------
 
     def _bounded(self, prefilling: Seq[Sequence]) -> int:
         """Tokens of a step: `_size`, or fewer if they take too long behind the longest context."""
-        if not self._beside:
+        if not self._token_s:
             return min(self._size, self._limit)
         context = max([sequence.num_computed for sequence in prefilling]) + self._page_size
         num_tokens = int(self._max_step_s / self._seconds_at(context))

@@ -92,6 +92,7 @@ class RequestQueues:
 
     @property
     def idle(self) -> bool:
+        """Whether every unfinished request waits for pages of peers."""
         return all(sequence.fetch is not None for sequence in self._by_id.values())
 
     # -- arrivals and departures ----------------------------------------------------------------
@@ -264,6 +265,7 @@ class RequestQueues:
         return self._unfinished.keys()
 
     def _would_lose(self, waiting: Iterable[Tenant], tenant: Tenant) -> bool:
+        """Whether another tenant that waits would at once take a place given to this one."""
         held = Counter([tenant, *(s.request.tenant for s in self.running)])
         return any(self.shares.giver(held, other) == tenant for other in waiting)
 

@@ -18,7 +18,7 @@ from math import sqrt
 
 from ..fair import Tenant
 from .batch import Sequence
-from .prefill import Beside
+from .prefill import PromptRoom
 
 LATEST = 0.1  # weight of the latest measurement
 NUM_MEASURED = 2 / LATEST - 1  # measurements of one weight that would say as much
@@ -30,7 +30,7 @@ MOST = 1.5  # times its equal share that a tenant waits for its tokens
 PLANNED = 0.85  # of a slice: some steps take longer than the ones before said
 
 
-class StepTimes:
+class DecodeTimes:
     """Seconds of a decode step by its number of rows: a line through the latest measurements.
 
     Where steps of nearly as many rows differ much, other rows may cost more than the line says.
@@ -85,7 +85,7 @@ class DecodeRows:
 
     def __init__(self, slice_s: float) -> None:
         self._slice_s = PLANNED * slice_s
-        self.times = StepTimes()
+        self.times = DecodeTimes()
         self.depth = 0  # proposals for each chosen sequence that fit in the step
         self._turn = 0
         self._timed = -TIMED_EVERY  # the turn of the last step without prompts
@@ -158,38 +158,38 @@ class DecodeRows:
             yield from longest
             limit, weight = limit - len(longest), weight - tenant.weight
 
-    def beside(
+    def room_for_prompts(
         self,
         chosen: Iterable[Sequence],
         prefilling: Mapping[Tenant, float],
         tenants: Iterable[Tenant],
         tower_s: float = 0.0,
-    ) -> Beside | None:
+    ) -> PromptRoom | None:
         """What prompts may take of a step with these rows; None: it is one without prompts.
 
         Args:
             prefilling: see `choose`.
             tower_s: seconds that a tower took since the step before.
         """
-        beside = self._beside(chosen, prefilling, tenants)
-        waits = any(t not in beside.tenants and prefilling[t] < self._slice_s for t in prefilling)
-        if beside.tenants and self._turn - self._timed >= TIMED_EVERY * (1 + waits):
+        room = self._room(chosen, prefilling, tenants)
+        waits = any(t not in room.tenants and prefilling[t] < self._slice_s for t in prefilling)
+        if room.tenants and self._turn - self._timed >= TIMED_EVERY * (1 + waits):
             self._timed = self._turn
             return None
-        return beside._replace(most_s=beside.most_s - tower_s)
+        return room._replace(most_s=room.most_s - tower_s)
 
     def tower_s(
         self, chosen: Iterable[Sequence], seeing: Mapping[Tenant, float], tenants: Iterable[Tenant]
     ) -> float:
-        beside = self._beside(chosen, seeing, tenants)
-        return beside.most_s - beside.seconds
+        room = self._room(chosen, seeing, tenants)
+        return room.most_s - room.seconds
 
-    def _beside(
+    def _room(
         self,
         chosen: Iterable[Sequence],
         prefilling: Mapping[Tenant, float],
         tenants: Iterable[Tenant],
-    ) -> Beside:
+    ) -> PromptRoom:
         counts = Counter([sequence.request.tenant for sequence in chosen])
         rows_s = shared_s = 0.0
         if counts and self.times.known:
@@ -205,4 +205,4 @@ class DecodeRows:
             if tenant not in counts:
                 equal_s = weight / tenant.weight * (shared_s + prompts_s)
                 most_s = min(most_s, max(equal_s, rows_s + prompts_s))
-        return Beside(counts.keys(), rows_s, most_s, shared_s)
+        return PromptRoom(counts.keys(), rows_s, most_s, shared_s)

@@ -40,7 +40,7 @@ class Computed:
     logits: mx.array | None  # (R, vocab)
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
-    hidden: list[mx.array]  # (1 or T, hidden), where no row gives a token; else none
+    unsampled: list[mx.array]  # (1 or T, hidden), where no row gives a token; else none
     stored: list[mx.array]  # (T, ...) of which keys and values of unread rows are made, if any
     outputs: list[mx.array]  # arrays of the cache to evaluate with them
 
@@ -80,25 +80,22 @@ class Forward:
         self._taps = tuple(taps)
         self._link = link
 
-    def prepare(self, step: StepInputs, in_flight: InFlight | None) -> tuple[bool, list[Entry]]:
-        """Do the work on the cache that is due before a step.
-
-        Returns:
-            Whether the step before may still be in flight, and the pages that were read out.
-        """
-        cache, runs_ahead = self.cache, in_flight is not None
+    def prepare(self, step: StepInputs, in_flight: InFlight | None) -> list[Entry]:
+        """Do the work on the cache that is due before a step; returns the pages it read out."""
+        cache = self.cache
         grows = cache.must_grow(step.num_slots)
         if in_flight is not None and (step.is_barrier or grows):
             in_flight.wait()
-            runs_ahead = False
+        elif in_flight is not None:  # it reads tails while this step writes them: a copy
+            cache.bytes_copied += cache.tail_bytes
         if step.is_barrier:  # what was written and not read since would keep all of its prompt
             finish([layer.arrays() for layer in cache.paged])  # also where no step is in flight
         if grows or step.is_barrier:
             cache.make_room(step.num_slots, shrink=step.is_barrier)
         # Otherwise there is no work: tails and pages are as they were.
         if step.is_barrier or step.new_slots or cache.state_group is not None:
-            return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
-        return runs_ahead, []
+            return cache.carry_out(step.work, new_slots=step.new_slots)
+        return []
 
     def take_back(self, num_kept: Mapping[int, int]) -> None:
         """Take back rejected tokens of the oldest step that has proposals and was not committed.
@@ -122,7 +119,7 @@ class Forward:
                 to be added after layer 0, 1, ...; none on other ranks.
         """
         ids, adapters = self._ids(step, tokens), step.adapters
-        self.cache.begin_step(step.segments)
+        self.cache.begin_step(step.metadata)
         model_step = self._model_step(step, features)
         hidden = self.model(ids, model_step)
         prompt: list[mx.array] = []
@@ -151,7 +148,7 @@ class Forward:
         taps = Taps(self._taps) if self._taps else None
         reads_all = bool(step.prompt_rows) or (step.num_rows > 0 and step.rows is None)
         model_step = Step(
-            mx.array(step.segments.turning),
+            mx.array(step.metadata.turning),
             self._caches,
             rope_variants=step.rope_variants,
             adapters=step.adapters,
@@ -192,7 +189,7 @@ class Forward:
 
 def _read_rows(step: StepInputs) -> Ints | None:
     """(R,) rows of a step whose output is read, at least one; None: all."""
-    num_tokens = len(step.segments.positions)
+    num_tokens = len(step.metadata.positions)
     rows = step.rows if step.num_rows else np.array([num_tokens - 1], np.int32)
     assert rows is not None
     return np.sort(rows) if len(rows) < num_tokens else None
@@ -217,19 +214,19 @@ class Launched:
     outputs: list[mx.array]  # evaluating these finishes the step
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
     local_outputs: list[mx.array] | None = None  # those that no later stage gives; None: all
-    hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
+    tapped: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     checks: list[mx.array] = field(default_factory=list)  # (R, 1) finite where sampled rows are
     stored_check: mx.array | None = None  # (T, 1) the same of all rows; None: those are all
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
     spilled: list[Entry] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when it began to be planned
     ended_s: float = inf  # by when it had ended, where the step after it waited for that
-    goes_on: bool = False  # on other ranks behind this one, from which nothing comes back
+    on_later_stages: bool = False  # on other ranks behind this one, from which nothing comes back
 
     def wait(self) -> None:
         """Return when this rank's part is done and MLX holds none of its inputs."""
         finish(self.outputs if self.local_outputs is None else self.local_outputs)
-        if self.local_outputs is None or self.goes_on:
+        if self.local_outputs is None or self.on_later_stages:
             self.ended_s = time.monotonic()
 
     def read(self) -> "StepOutputs":
@@ -302,12 +299,13 @@ class Runner:
         self._gather = gather
         self.forward = Forward(model, cache, taps=taps, link=followers.link)
         self._followers = None if followers is NO_FOLLOWERS else followers
-        self._streams = followers.is_pipeline and not taps
-        self._defers = followers.num_stages > 1
+        self._prompts_go_on = followers.is_pipeline and not taps
+        self._reads_late = followers.num_stages > 1
         self.cache = cache
         self.sampler = sampler
-        self._used_slots: set[int] = set()
-        self._has_variants = False  # whether a sequence with a RoPE variant or adapter ever ran
+        self._has_variants = (
+            False  # whether one with a namespace ran: others have no RoPE variant or adapter
+        )
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step.
@@ -345,7 +343,7 @@ class Runner:
         if batch.ragged:
             prompt_rows = [_prompt_rows(segment) for segment in _with_prompt_logits(batch)]
         return StepInputs(
-            segments=batch.segments,
+            metadata=batch.metadata,
             follows=follows,
             known_ids=None if follows else batch.known_ids(),
             pending=pending,
@@ -368,24 +366,24 @@ class Runner:
         admitted: list[Sequence],
         features: FeatureArrays | None,
     ) -> Launched:
-        runs_ahead, spilled = self.forward.prepare(step, previous)
+        spilled = self.forward.prepare(step, previous)
         if admitted:
             self._admit(admitted)
         tokens = None if previous is None or previous.sampled is None else previous.sampled.tokens
         computed = self.forward.run(step, tokens, () if features is None else features.arrays)
         launched = self._sampled(batch, step, computed)
         if computed.taps is not None:
-            launched.hidden = computed.taps.joined()
-            launched.outputs.append(launched.hidden)
-        launched.outputs += [*computed.hidden, *computed.outputs]
-        launched.local_outputs = computed.outputs if self._defers else None
+            launched.tapped = computed.taps.joined()
+            launched.outputs.append(launched.tapped)
+        launched.outputs += [*computed.unsampled, *computed.outputs]
+        launched.local_outputs = computed.outputs if self._reads_late else None
         launched.spilled = spilled
-        launched.goes_on = self._streams and not step.num_rows and not step.prompt_rows
+        launched.on_later_stages = (
+            self._prompts_go_on and not step.num_rows and not step.prompt_rows
+        )
         mx.async_eval(
             launched.outputs if launched.local_outputs is None else launched.local_outputs
         )
-        if runs_ahead:
-            self.cache.bytes_copied += self.cache.tail_bytes
         return launched
 
     def sample_constrained(self, launched: Launched, masks: NDArray[np.uint32]) -> None:
@@ -435,9 +433,6 @@ class Runner:
 
     def _admit(self, admitted: Seq[Sequence]) -> None:
         for sequence in admitted:
-            if sequence.slot in self._used_slots:
-                self.sampler.remove(sequence.slot)
-            self._used_slots.add(sequence.slot)
             request, known = sequence.request, sequence.token_ids
             self.sampler.add(
                 sequence.slot,
@@ -526,6 +521,7 @@ def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None
     decodes, num_rows = batch.decodes.sequences, batch.num_tokens
     if previous is None or previous.sampled is None:
         return False, None
+    # `DecodeBatch.advance` keeps the list, and a step of decodes alone samples for it.
     if decodes is previous.batch.sampling.sequences and num_rows == len(decodes):
         return True, None
     rows = np.full(num_rows, -1, dtype=np.int32)  # in the step in flight; -1: the host knows it

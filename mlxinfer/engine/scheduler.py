@@ -116,11 +116,13 @@ class Scheduler:
         """The next step; None: nothing can be computed now."""
         queues = self.queues
         replaced = self.kv_manager.settle(queues.running)
-        if replaced or queues.admitted:  # with other tables, in a turn that had nothing to compute
+        # They hold old tables or slots: a page was replaced, or the last turn admitted sequences
+        # and then had nothing to compute.
+        if replaced or queues.admitted:
             self._steady = []
         if queues.contested:
-            self.prefill.alone_s = 0.0
-        self._shared = self.prefill.alone_s < RECENT_S
+            self.prefill.uncontested_s = 0.0
+        self._shared = self.prefill.uncontested_s < RECENT_S
         at_first = self.counters.preemptions
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
@@ -133,14 +135,14 @@ class Scheduler:
             pending = any(s.num_pending for s in queues.unfinished())
             assert queues.idle or pending or preempted or self._features.wanted, "stuck"
             return None
-        long = [s for s in segments if s.seals] if segments else []
-        short = [s for s in segments if not s.seals] if segments else []
+        long = [s for s in segments if s.is_chunk]
+        short = [s for s in segments if not s.is_chunk]
         short.sort(key=lambda s: s.num_tokens > 1)
         work, admitted = self.kv_manager.take_work(), queues.admitted
         queues.admitted = []
         batch = Batch(decodes, short, long, work, admitted, num_decoding=num_decoding)
         self._seal_tails(batch)
-        self._count(batch)
+        self._mark_launched(batch)
         return batch
 
     def _next_decodes(self) -> tuple[DecodeBatch, list[Segment], int]:
@@ -255,22 +257,29 @@ class Scheduler:
         # A prompt that waits for a picture gets no share: perhaps another one has to go on first.
         ready = [s for s in prefilling if s.pictures is None or self._features.available(s, 1)]
         num_waiting = len(prefilling) - len(ready)
-        beside = None
+        prompt_room = None
         if ready and self._shared and self._rows is not None:
             rows = decodes.sequences + [s.sequence for s in verified for _ in range(s.num_tokens)]
             tower_s = self._features.worked_s
-            beside = self._rows.beside(rows, self._prompts_s(ready), queues.tenants, tower_s)
-            if beside is None:
+            prompt_room = self._rows.room_for_prompts(
+                rows, self._prompts_s(ready), queues.tenants, tower_s
+            )
+            if prompt_room is None:
                 return []
         num_running = len(queues.running) - num_waiting
-        for sequence, share in self.prefill.shares(ready, num_running, beside):
+        for sequence, share in self.prefill.shares(ready, num_running, prompt_room):
             if sequence.slot < 0:
                 continue
             count = self._chunk(sequence, share)
             if 0 < count <= room and queues.hold(sequence, sequence.num_computed + count):
                 shares.append((sequence, count))
                 room -= count
-        return [self._prefill(s, count) for s, count in shares if s.slot >= 0]
+        return [
+            # A part that does not end the prompt goes to pages, where the next one reads it.
+            Segment.following(s, count, is_chunk=count < s.num_left or count > self._max_short)
+            for s, count in shares
+            if s.slot >= 0
+        ]
 
     def _chunk(self, sequence: Sequence, share: int) -> int:
         """Tokens of the next chunk of a prompt; 0 while features of its next picture are missing.
@@ -286,11 +295,6 @@ class Scheduler:
             return count
         count = sequence.pictures.uncut(start, start + count) - start
         return self._features.available(sequence, count)
-
-    def _prefill(self, sequence: Sequence, count: int) -> Segment:
-        """A chunk. If it does not end the prompt, it goes to pages, where the next one reads it."""
-        goes_on = count < sequence.num_left
-        return Segment.following(sequence, count, seals=goes_on or count > self._max_short)
 
     # -- proposals ------------------------------------------------------------------------------
 
@@ -323,7 +327,7 @@ class Scheduler:
         if not self.kv_manager.extend(sequence, start + 1 + len(proposal.token_ids)):
             end = min([table.end for table in sequence.tables])
             proposal = proposal.cut(end - start - 1)
-        segment = Segment.following(sequence, 1, seals=False)
+        segment = Segment.following(sequence, 1, is_chunk=False)
         segment.proposals, segment.weights = proposal
         segment.num_tokens = segment.num_samples = 1 + len(proposal.token_ids)
         return segment
@@ -360,8 +364,8 @@ class Scheduler:
 
     # -- what is known of a step ----------------------------------------------------------------
 
-    def _count(self, batch: Batch) -> None:
-        batch.count_computed(self.page_size)
+    def _mark_launched(self, batch: Batch) -> None:
+        batch.advance_sequences(self.page_size)
         for segment in batch.ragged:
             sequence = segment.sequence
             self.counters.tokens_proposed += len(segment.proposals)

@@ -183,9 +183,9 @@ class Attention(AttentionShape, Mixer):
         projected = args.qkv_proj(x) if step.rows is None else self._projected(x, step.rows)
         if step.rows is not None:
             step.stored.append(projected)
-        choice = [] if args.indexer is None else [args.indexer(x, step)]
+        choice = None if args.indexer is None else args.indexer(x, step)
         outputs: mx.array
-        if cache.heads is not None and not any(choice):
+        if cache.step_head_writer is not None and choice is None:
             outputs = cache.attend_heads(projected, args.softmax, step.rows)
         else:
             qk, values = mx.split(projected, self.v_start, axis=1)
@@ -202,7 +202,7 @@ class Attention(AttentionShape, Mixer):
                 queries = args.query_scale(queries, step.prepared[args.query_scale])
             if args.v_norm is not None:
                 values = args.v_norm(values)
-            outputs = cache.attend(queries, keys, values, args.softmax, *choice, rows=step.rows)
+            outputs = cache.attend(queries, keys, values, args.softmax, choice, rows=step.rows)
         if args.gate_proj is not None:
             gates = args.gate(args.gate_proj(step.read(x)))[..., None]  # (R, H, 1 or Dv)
             outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)

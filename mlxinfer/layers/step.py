@@ -153,6 +153,7 @@ class Step:
 
     def begin_last_to_store(self, index: int) -> None:
         """Layer `index`, called next, is the last one with a cache. Some rows are not read."""
+        # Not while features are added to all rows after this layer (DeepStack).
         self.narrows = self.features is None or index >= len(self.features.deep)
 
     def narrow(self, x: mx.array) -> mx.array:

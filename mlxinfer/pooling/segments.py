@@ -89,14 +89,14 @@ class SegmentAttention:
         window: positions that a token sees, itself included; where tokens see ahead, to each side.
     """
 
-    __slots__ = ("_groups", "_masks", "_stored", "_window", "heads")
+    __slots__ = ("_groups", "_masks", "_stored", "_window", "step_head_writer")
 
     def __init__(self, groups: Sequence[RowGroup], masks: Masks, window: int | None) -> None:
         self._groups = groups
         self._masks = masks
         self._window = window
         self._stored: tuple[mx.array, mx.array] | None = None
-        self.heads = None  # no kernel stores keys and values
+        self.step_head_writer = None  # no kernel stores keys and values
 
     def attend(
         self,

@@ -230,11 +230,11 @@ class Follower:
         self._extend(message.extents)
         if message.checked:
             self._say(messages.Checked(message.number, checksum(step)))
-        self._disk.put(forward.prepare(step, before)[1])
+        self._disk.put(forward.prepare(step, before))
         tokens = None if before is None else mx.zeros((before.num_rows,), mx.int32)
         computed = forward.run(step, tokens)
         logits = [] if computed.logits is None else [computed.logits]
-        arrays = [*logits, *computed.prompt_logits, *computed.hidden, *computed.outputs]
+        arrays = [*logits, *computed.prompt_logits, *computed.unsampled, *computed.outputs]
         mx.async_eval(arrays)
         self._in_flight = _InFlight(computed, arrays)
 

@@ -247,7 +247,7 @@ class RankGroup(Followers):
             self._sums |= {(rank, message.number): value for rank in self._ranks}
         self._sent_s.append(time.monotonic())
         self._num_steps += 1
-        self._num_rows += len(step.segments.positions)
+        self._num_rows += len(step.metadata.positions)
         frame = messages.encode(message)
         self._step_bytes += len(frame) * len(self._ranks)
         self._send_frame(frame)

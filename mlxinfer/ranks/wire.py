@@ -56,7 +56,7 @@ class ShortPart(msgspec.Struct, array_like=True):
     whole: Segments | None
 
 
-APART = ("segments", "work", "short", "long")  # fields that stand beside the others in a message
+APART = ("metadata", "work", "short", "long")  # fields that stand beside the others in a message
 
 
 def _names(kind: type) -> list[str]:
@@ -107,11 +107,11 @@ class StepWriter:
 
     def message(self, step: StepInputs, extents: list[int]) -> StepMessage:
         self.num_steps += 1
-        short = [self._short_part(i, part) for i, part in enumerate(step.segments.short)]
-        self._short = step.segments.short
-        long = [replace(part, _memo={}) for part in step.segments.long]
+        short = [self._short_part(i, part) for i, part in enumerate(step.metadata.short)]
+        self._short = step.metadata.short
+        long = [replace(part, _memo={}) for part in step.metadata.long]
         work = _row(_without_payloads(step.work))
-        body = self._encode((short, long, _row(step.segments), work, _row(step)))
+        body = self._encode((short, long, _row(step.metadata), work, _row(step)))
         checked = self.num_steps % CHECK_EVERY == 1
         return StepMessage(*self._changed(), extents, body, self.num_steps, checked)
 
@@ -182,9 +182,9 @@ class StepReader:
             self._short[i].at(part.starts) if part.whole is None else part.whole
             for i, part in enumerate(short)
         ]
-        segments = _of_row(StepMetadata, metadata, short=self._short, long=long)
+        metadata = _of_row(StepMetadata, metadata, short=self._short, long=long)
         self._drop(message)
-        return _of_row(StepInputs, rest, segments=segments, work=_work_of(work, held))
+        return _of_row(StepInputs, rest, metadata=metadata, work=_work_of(work, held))
 
     def work(self, message: WorkMessage, held: Mapping[bytes, memoryview]) -> CacheWork:
         self._change(message)
@@ -225,12 +225,12 @@ def _work_of(row: Sequence[Any], held: Mapping[bytes, memoryview]) -> CacheWork:
 
 def checksum(step: StepInputs) -> int:
     """The checksum of everything that decides a step's results, and its work on the cache."""
-    segments = replace(
-        step.segments,
-        short=[replace(part, _memo={}) for part in step.segments.short],
-        long=[replace(part, _memo={}) for part in step.segments.long],
+    metadata = replace(
+        step.metadata,
+        short=[replace(part, _memo={}) for part in step.metadata.short],
+        long=[replace(part, _memo={}) for part in step.metadata.long],
     )
-    whole = replace(step, segments=segments, work=_without_payloads(step.work))
+    whole = replace(step, metadata=metadata, work=_without_payloads(step.work))
     return zlib.crc32(msgspec.msgpack.encode(whole, enc_hook=_pages_or_bytes))
 
 

@@ -222,13 +222,9 @@ class Sampler:
             params = params.changed({"top_k": 0})
         added = SamplerSlot(params, prompt_ids, output_ids, stop_ids, breakers)
         self._slots[slot] = added
+        self._memories.pop(slot, None)  # of the request that had it before
         if added.memories:
             self._memories[slot] = list(added.memories.values())
-        self._plans.clear()
-
-    def remove(self, slot: int) -> None:
-        self._slots.pop(slot, None)
-        self._memories.pop(slot, None)
         self._plans.clear()
 
     def observe(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:

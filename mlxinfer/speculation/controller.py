@@ -138,7 +138,7 @@ def _low_median(times: Seq[float]) -> float:
     return sorted(times)[(len(times) - 1) // 2]
 
 
-class StepTimes:
+class VerifyTimes:
     """Seconds of steps, by batch size and by rows beyond one a sequence.
 
     Between two measured numbers of rows, and beyond the last, every row costs the same. If nothing
@@ -247,7 +247,7 @@ class Controller:
     """
 
     def __init__(self, *, max_depth: int) -> None:
-        self.times = StepTimes()
+        self.times = VerifyTimes()
         self._max_depth = max_depth
         self._regimes: dict[int, Regime] = defaultdict(Regime)  # by `bucket_of` the batch size
 

@@ -318,21 +318,21 @@ class DraftProposer(ProposalSource):
             segments: others, with how many of their next tokens; the last of all gives a proposal.
             moves: from tails to pages, before it.
         """
-        made = [Segment.following(drafted, n, seals=n > MAX_SHORT) for drafted, n in segments]
+        made = [Segment.following(drafted, n, is_chunk=n > MAX_SHORT) for drafted, n in segments]
         kv_manager = self._parts.scheduler.kv_manager
         work = kv_manager.take_work()
         work.seal += moves
         highest = max([counterpart.drafted.slot for counterpart in self._counterparts.values()])
         batch = Batch(
             DecodeBatch.of(singles),
-            short=[segment for segment in made if not segment.seals],
-            long=[segment for segment in made if segment.seals],
+            short=[segment for segment in made if not segment.is_chunk],
+            long=[segment for segment in made if segment.is_chunk],
             cache_work=work,
             admitted=self._admitted,
             held_slots=max(highest + 1, work.num_slots),
         )
         self._admitted = []
-        batch.count_computed(self._config.page_size)
+        batch.advance_sequences(self._config.page_size)
         for segment in batch.long:
             kv_manager.wrote(segment.sequence)
         return batch

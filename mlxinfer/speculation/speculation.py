@@ -132,6 +132,8 @@ class Speculation(Proposer):
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """The most proposals that any sequence will have, as far as it can be foreseen.
 
+        A turn may ask twice: before it reads the step in flight, and after.
+
         While no proposal is worth it, a step looks at a few sequences only, in turn. If the
         controller wants no proposals at all, it looks at none. So a large batch costs nearly
         nothing.

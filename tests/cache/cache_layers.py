@@ -65,4 +65,4 @@ def prepare(layer: Any, metadata: StepMetadata, window: AttentionWindow = EVERYT
     group = PageGroup(window, PageAllocator(1), layer.page_size, 64, 1)
     place = TailPlace.of(metadata, layer.page_size, by_position=layer.by_position)
     layer.prepared = attention.prepare(metadata, group, [layer], place)
-    layer.heads = layer.write_heads
+    layer.step_head_writer = layer.head_writer

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
-from mlxinfer.cache.prefix import Lease, Page, PrefixCache, Users
+from mlxinfer.cache.prefix import Lease, Page, PagesByGroup, PrefixCache
 
 
 def groups_of(
@@ -60,7 +60,7 @@ def check_parents(prefix: PrefixCache, group: int) -> None:
 
 
 def check_users(
-    prefix: PrefixCache, leases: Sequence[Lease], pins: Sequence[Users] = ()
+    prefix: PrefixCache, leases: Sequence[Lease], pins: Sequence[PagesByGroup] = ()
 ) -> set[Page]:
     """Pages count just the leases and pins that need them, by group; others have one owner.
 

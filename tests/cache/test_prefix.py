@@ -45,7 +45,7 @@ def pass_by(cache: PrefixCache, token_ids: list[int]) -> None:
         for table, allocator in zip(lease.tables, cache.allocators, strict=True):
             table.append(allocator.allocate(1))
         cache.extend(lease, prompt, stop)
-        cache.give_back(lease, 1, cache.groups[1].commit(lease.tables[1], stop))
+        cache.give_back(lease, 1, cache.groups[1].recycle(lease.tables[1], stop))
     cache.release(lease)
 
 

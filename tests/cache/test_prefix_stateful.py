@@ -16,7 +16,7 @@ from cache.prefix_invariants import check, check_users, groups_of, waiting
 
 from mlxinfer.cache.disk import namespace_key, page_key
 from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
-from mlxinfer.cache.prefix import Lease, Page, PageNames, PrefixCache, RestorePoint, Users
+from mlxinfer.cache.prefix import Lease, Page, PageNames, PagesByGroup, PrefixCache, RestorePoint
 
 Path = tuple[str, tuple[int, ...]]  # namespace, tokens from position 0 to the end of a page
 SIZE = 2
@@ -69,7 +69,7 @@ class World:
             states=self.states,
         )
         self.running: list[Running] = []
-        self.pins: list[Users] = []
+        self.pins: list[PagesByGroup] = []
 
     # -- what brute force knows -----------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class World:
         if self.rng.random() < 0.7:
             self.extend(running)
         for group, page_group in enumerate(self.prefix.groups):
-            dropped = page_group.commit(running.lease.tables[group], stop)
+            dropped = page_group.recycle(running.lease.tables[group], stop)
             self.prefix.give_back(running.lease, group, dropped)
 
     def extend(self, running: Running) -> None:

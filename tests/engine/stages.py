@@ -22,7 +22,7 @@ class NoOtherRanks(Followers):
         self._verified.clear()
 
     def send(self, step: StepInputs) -> None:
-        self._verified.append(bool(step.segments.verified))
+        self._verified.append(bool(step.metadata.verified))
         self.most_verified = max(self.most_verified, sum(self._verified))
 
     def commit(self, num_kept: Mapping[int, int]) -> None:

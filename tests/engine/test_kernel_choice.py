@@ -114,7 +114,7 @@ def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPa
     none = RecordingChooser(["paged_attention"])
     without = kernels_of(model, none).layers
     assert not any(without[0].ready(count) for count in range(1, 9))
-    assert all(layer.write_heads for layer in without)  # other kernels are used all the same
+    assert all(layer.head_writer for layer in without)  # other kernels are used all the same
 
 
 def test_gate_and_up_are_folded_for_as_many_rows_as_were_admitted(tmp_path: Path) -> None:

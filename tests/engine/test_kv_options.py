@@ -37,7 +37,7 @@ class StoredKV(DenseLayerKV):
         has_bias = self.rotates and mixer.args.key_bias is not None
         self.turned_bias = mixer.turned_bias if has_bias else None
 
-    def attend(self, queries, keys, values, softmax, rows=None):  # type: ignore[no-untyped-def]
+    def attend(self, queries, keys, values, softmax, choice=None, rows=None):  # type: ignore[no-untyped-def]
         if self.rotates:
             queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
         bias = mx.zeros(keys.shape)

@@ -22,7 +22,7 @@ from mlxinfer.engine import loop as loop_module
 from mlxinfer.engine.batch import Batch, CommitResult, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
-from mlxinfer.engine.prefill import MAX_STEP_S, UNTIMED, Beside, PrefillSizer
+from mlxinfer.engine.prefill import MAX_STEP_S, UNTIMED, PrefillSizer, PromptRoom
 from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.engine.runner import Launched
 from mlxinfer.engine.scheduler import Scheduler
@@ -181,7 +181,7 @@ class MicroBatchBench(Bench):
         self.now_s = self.now_s if goes_on else max(self.now_s, end_s)
         seconds = self.now_s - max(began_s, self.read_s)
         self.read_s = self.now_s
-        self.scheduler.prefill.observe(batch, seconds, goes_on=goes_on)
+        self.scheduler.prefill.observe(batch, seconds, on_later_stages=goes_on)
         for sequence in batch.sampling.sequences:
             self.token_s[sequence.request.id].append(self.now_s)
         self.scheduler.commit(batch, [7] * len(batch.sampling))
@@ -340,8 +340,8 @@ def test_steps_that_keys_share_grow_to_twice_the_last_one_at_most() -> None:
     bench.step()
     sizer, running = bench.scheduler.prefill, bench.scheduler.queues.running
     (long,) = [sequence for sequence in running if sequence.request.id == "long"]
-    beside = Beside({Tenant("light"): 1}.keys(), 0.0, 10.0, 10.0)
-    ((_, count),) = sizer.shares([long], 2, beside)
+    room = PromptRoom({Tenant("light"): 1}.keys(), 0.0, 10.0, 10.0)
+    ((_, count),) = sizer.shares([long], 2, room)
     assert count == max(2 * bench.sizes[-1], UNTIMED)
 
 

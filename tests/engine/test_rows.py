@@ -9,7 +9,7 @@ from engine.test_prefill_slices import CHIPS, MODELS, PAGE, SLICE_S, Bench
 
 from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.proposals import Proposal, Proposer
-from mlxinfer.engine.rows import StepTimes
+from mlxinfer.engine.rows import DecodeTimes
 from mlxinfer.engine.scheduler import RECENT_S
 from mlxinfer.fair import Tenant
 
@@ -289,7 +289,7 @@ def test_a_step_that_ended_before_it_was_read_has_its_time(
 @pytest.mark.parametrize("seed", range(10))
 def test_times_of_nearly_as_many_rows_say_nothing_wild_of_others(seed: int) -> None:
     """Whatever rows cost, and however much steps of a busy machine differ: see `TRIED_EVERY`."""
-    rnd, times = random.Random(seed), StepTimes()
+    rnd, times = random.Random(seed), DecodeTimes()
     shared, each = rnd.choice([(0.03, 0.011), (0.0, 0.02), (0.1, 0.002)])
     fitting = (SLICE_S - shared) / each
     wild = 0
@@ -302,7 +302,7 @@ def test_times_of_nearly_as_many_rows_say_nothing_wild_of_others(seed: int) -> N
 
 def test_a_line_through_times_follows_what_steps_take() -> None:
     """Also after a step that something else held up, and when the context has grown."""
-    times, moment = StepTimes(), 0
+    times, moment = DecodeTimes(), 0
 
     def run(shared: float, each: float, count: int) -> None:
         nonlocal moment

@@ -28,7 +28,7 @@ from mlxinfer.layers.step import Step
 class DenseLayer:
     """What the tokens of every sequence brought to a layer, and the segments of the step."""
 
-    heads = None  # layers prepare queries, keys and values themselves
+    step_head_writer = None  # layers prepare queries, keys and values themselves
 
     def __init__(self, spec: Any, pool: Any = None) -> None:
         self.spec, self.pool = spec, pool

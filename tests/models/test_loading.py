@@ -252,9 +252,9 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
     seen = []
 
     class Spy:
-        heads = None
+        step_head_writer = None
 
-        def attend(self, queries, keys, values, softmax, rows=None):
+        def attend(self, queries, keys, values, softmax, choice=None, rows=None):
             seen.extend([queries.dtype, keys.dtype, values.dtype])
             return queries.flatten(1)
 

@@ -124,7 +124,7 @@ def counted_positions(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> list
     send = group.send
 
     def counted(step: StepInputs) -> None:
-        positions.append(len(step.segments.positions))
+        positions.append(len(step.metadata.positions))
         send(step)
 
     monkeypatch.setattr(group, "send", counted)
@@ -145,8 +145,8 @@ def test_rank_0_knows_which_steps_other_stages_still_work_on(
     )
     seen: list[bool] = []
 
-    def observe(self: PrefillSizer, batch: Batch, seconds: float, *, goes_on: bool) -> None:
-        seen.append(goes_on)
+    def observe(self: PrefillSizer, batch: Batch, seconds: float, *, on_later_stages: bool) -> None:
+        seen.append(on_later_stages)
 
     monkeypatch.setattr(PrefillSizer, "observe", observe)
     for proposer in (None, speculation):

@@ -39,7 +39,7 @@ def step_of(tables: list[list[PageTable]], segments: Segments | None, start: int
     else:
         segments = segments.at(starts)
     return StepInputs(
-        segments=StepMetadata([segments], [], starts),
+        metadata=StepMetadata([segments], [], starts),
         follows=False,
         known_ids=starts + 7,
         pending=None,
@@ -66,11 +66,11 @@ def test_the_other_side_has_the_same_step(data: st.DataObject) -> None:
             for table in both:
                 change(data.draw, table)
         step = step_of(tables, segments, start)
-        segments = step.segments.short[0]
+        segments = step.metadata.short[0]
         sent = messages.encode(writer.message(step, [3, 4]))
         received = reader.step(messages.ORDERS.decode(sent), {})
         assert checksum(received) == checksum(step)
-        short = received.segments.short[0]
+        short = received.metadata.short[0]
         assert [[t._says() for t in both] for both in short.tables] == [
             [t._says() for t in both] for both in tables
         ]
@@ -87,7 +87,7 @@ def test_a_steady_batch_is_its_positions() -> None:
     first = step_of(tables, None, 99_000)
     first.work = CacheWork()
     writer.message(first, [6250])
-    second = step_of(tables, first.segments.short[0], 99_001)
+    second = step_of(tables, first.metadata.short[0], 99_001)
     second.work = CacheWork()
     frame = messages.encode(writer.message(second, [6250]))
     assert len(frame) <= 3 * 4 * 64 + 200
@@ -98,7 +98,7 @@ def full_step() -> StepInputs:
     tables = [[PageTable(PAGE, pages=[7 + i])] for i in range(4)]
     one = np.array([1, 2], dtype=np.int32)
     return StepInputs(
-        segments=StepMetadata(
+        metadata=StepMetadata(
             [Segments(tables[:2], one, one + 1, one + 2, one + 3, one + 4, width=4)],
             [Segments(tables[2:3], *[ints([n]) for n in (9, 16, 6, 0, 3)], width=6)],
             ints([3, 4, 5, 16]),
@@ -173,18 +173,18 @@ CHANGED: dict[type, dict[str, Any]] = {
 def test_the_checksum_takes_in_everything(kind: type) -> None:
     """Whatever a rank has otherwise than rank 0 is found by the next comparison."""
     names = {f.name for f in fields(kind) if not f.name.startswith("_")}
-    assert set(CHANGED[kind]) == names - {"segments", "work"}, "these have fields of their own"
+    assert set(CHANGED[kind]) == names - {"metadata", "work"}, "these have fields of their own"
     whole = checksum(full_step())
     assert checksum(full_step()) == whole
     for name, value in CHANGED[kind].items():
         step = full_step()
-        parts = [step, step.work, step.segments, step.segments.short[0]]
+        parts = [step, step.work, step.metadata, step.metadata.short[0]]
         (part,) = [part for part in parts if type(part) is kind]
         object.__setattr__(part, name, value)
         assert checksum(step) != whole, name
     for name, value in CHANGED[Segments].items():
         step = full_step()
-        object.__setattr__(step.segments.long[0], name, value)
+        object.__setattr__(step.metadata.long[0], name, value)
         assert checksum(step) != whole, name
 
 

@@ -221,7 +221,6 @@ def test_a_slot_used_again_keeps_nothing_of_the_request_before():
     sampler.add(0, first, [1], [2], frozenset())
     logits = mx.zeros((1, VOCAB))
     assert sampler.sample(logits, (0,), np.array([1])).tokens.tolist() == [7]
-    sampler.remove(0)
     sampler.add(0, SamplingParams(), [1], [0], frozenset())
     sampled = sampler.sample(logits, (0,), np.array([1]))
     assert sampled.tokens.tolist() == [0]

@@ -190,7 +190,7 @@ class FakeKV:
     def write(self, layer: int, segment: Segment, keys: Sequence[int]) -> None:
         """New tokens of a step: to the tail, or to pages and what fills no page to both."""
         in_tail = segment.num_tokens
-        if segment.seals:
+        if segment.is_chunk:
             in_tail = min(in_tail, segment.stop % self.page_size)
             assert segment.sealed == segment.start - segment.start % self.page_size
             table = segment.tables[self.groups[layer]]
@@ -209,7 +209,7 @@ class FakeKV:
         """Where the keys lie that a token of a segment sees."""
         window, table = self.windows[group], segment.tables[group]
         stop = position + 1
-        sealed = stop if segment.seals else min(segment.sealed, stop)
+        sealed = stop if segment.is_chunk else min(segment.sealed, stop)
         runs = [run for part in window.ranges(position, sealed) for run in table.runs(*part)]
         lowest = window.lowest(position)
         tail = [

@@ -150,7 +150,7 @@ class FakeRunner:
             for g in range(len(self.kv.windows))
         ]
         if self.kv.states is not None:
-            self.kv.states.begin_step(batch.segments.verified)
+            self.kv.states.begin_step(batch.metadata.verified)
         hidden = self._recur(0, segments, hidden)
         for layer, g in enumerate(self.kv.groups):
             keys = [key(layer, position, x) for (_, position), x in zip(rows, hidden, strict=True)]

@@ -24,13 +24,13 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
     assert all(a.row + a.num_tokens == b.row for a, b in pairwise(segments))
     for segment in segments:
         goes_on = not segment.num_samples  # a later chunk reads it from pages
-        assert segment.seals == (segment.num_tokens > min(MAX_SHORT, page) or goes_on)
+        assert segment.is_chunk == (segment.num_tokens > min(MAX_SHORT, page) or goes_on)
         pictures = segment.sequence.pictures
         for low, high in pictures.spans if pictures else ():
             assert not any(low < edge < high for edge in (segment.start, segment.stop)), (
                 "a cut span"
             )
-        if segment.seals:
+        if segment.is_chunk:
             assert segment.sealed == segment.start - segment.start % page
         else:
             assert segment.stop - segment.sealed <= 2 * page, "the tail is too short"
@@ -71,4 +71,4 @@ def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
         assert s.slot < 0
         assert not s.tables
         assert s.lease is None
-    check_users(prefix, [s.lease_of for s in scheduler.queues.running] + list(pins))
+    check_users(prefix, [s.required_lease for s in scheduler.queues.running] + list(pins))

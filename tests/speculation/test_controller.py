@@ -23,7 +23,7 @@ from mlxinfer.speculation.controller import (
     FixedDepth,
     MeasuredStep,
     Outlook,
-    StepTimes,
+    VerifyTimes,
     bucket_of,
     relative_cost,
 )
@@ -163,7 +163,7 @@ def test_unlike_sequences_get_unlike_depths() -> None:
 
 
 def test_the_prior_is_the_published_curve() -> None:
-    times = StepTimes()
+    times = VerifyTimes()
     assert [round(times.seconds(1, extra), 2) for extra in range(8)] == [
         *(1.0, 0.98, 1.07, 1.26, 1.47, 1.69, 1.89, 2.11)
     ]
@@ -174,7 +174,7 @@ def test_the_prior_is_the_published_curve() -> None:
 
 
 def test_one_slow_step_changes_no_measured_time() -> None:
-    times = StepTimes()
+    times = VerifyTimes()
     for seconds in (0.01, 0.01, 5.0, 0.01, 0.01):
         times.add(1, 3, seconds)
     assert times.seconds(1, 3) == 0.01

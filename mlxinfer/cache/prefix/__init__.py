@@ -1,6 +1,6 @@
 """The prefix cache: pages by name. Pure Python."""
 
-from .cache import LOCAL_ROOT, Lease, PrefixCache, RestorePoint, Users
+from .cache import LOCAL_ROOT, Lease, PagesByGroup, PrefixCache, RestorePoint
 from .index import EvictionQueue, Name, Page, PageNames, common_length
 
 __all__ = [
@@ -10,8 +10,8 @@ __all__ = [
     "Name",
     "Page",
     "PageNames",
+    "PagesByGroup",
     "PrefixCache",
     "RestorePoint",
-    "Users",
     "common_length",
 ]

@@ -16,7 +16,7 @@ from ..pages import HeldBy, PageGroup, PageTable, Spans, StateGroup, longest_pre
 from .index import Name, Page, PageIndex, PageNames, UnusedPages, namespace_key, page_key
 
 LOCAL_ROOT = namespace_key("this process")
-Users = dict[int, list[Page]]
+PagesByGroup = dict[int, list[Page]]
 """Pages that somebody needs, by group; those of a prompt in order."""
 OnEvict = Callable[[Page, Sequence[int]], None]
 """Gets a page and the groups that lose it, before their places are given to others."""
@@ -52,7 +52,8 @@ class Lease:
 
     tables: list[PageTable]  # by group; whole pages before number `num_pages` have names
     num_pages: int
-    copied: Users  # the page it is inside of and the state it goes on from, until they are copied
+    # the page it is inside of and the state it goes on from, until they are copied
+    copied: PagesByGroup
     priority: int
     epoch: int  # how often everything had been forgotten when it began
     tenant: Tenant = NOBODY  # of the sequence
@@ -213,23 +214,23 @@ class PrefixCache(PageIndex):
         """
         tables = enumerate(point.tables)
         whole = {g: [*map(self.by_id[g].__getitem__, table.all_pages)] for g, table in tables}
-        copied: Users = {} if point.cut is None else self._of_groups([point.cut])
+        copied: PagesByGroup = {} if point.cut is None else self._of_groups([point.cut])
         if point.state is not None:
             copied[len(self.groups)] = [point.state]
         self.use(whole, anchored=True)
         self.use(copied, anchored=True)
         return Lease(point.tables, point.num_pages, copied, priority, self.epoch, tenant)
 
-    def hold_path(self, point: RestorePoint) -> Users:
+    def hold_path(self, point: RestorePoint) -> PagesByGroup:
         """Keep all whole pages that agreed with a prompt, until `let_go`."""
         users = self._of_groups(point.path)
         self.use(users, anchored=True)
         return users
 
-    def _of_groups(self, pages: Sequence[Page | None]) -> Users:
+    def _of_groups(self, pages: Sequence[Page | None]) -> PagesByGroup:
         return {g: [p for p in pages if p and p.ids[g] is not None] for g in self.attention}
 
-    def use(self, users: Users, *, anchored: bool = False) -> None:
+    def use(self, users: PagesByGroup, *, anchored: bool = False) -> None:
         for group, pages in users.items():
             for page in pages:
                 assert page.is_named, "the cache changed between match and lock"
@@ -238,7 +239,7 @@ class PrefixCache(PageIndex):
                     page.anchored[group] = True
             self.unused[group].discard(pages)
 
-    def let_go(self, users: Users, *, priority: int = 0, anchored: bool = False) -> None:
+    def let_go(self, users: PagesByGroup, *, priority: int = 0, anchored: bool = False) -> None:
         """Note that a sequence no longer needs these pages; they count as just used.
 
         Args:
@@ -305,7 +306,7 @@ class PrefixCache(PageIndex):
             Whether a page was replaced by an equal one.
         """
         replaced, stop = False, num_tokens // self.page_size
-        users: Users = {group: [] for group in self.attention}
+        users: PagesByGroup = {group: [] for group in self.attention}
         if lease.epoch != self.epoch:
             return False
         for number in range(lease.num_pages, stop):

@@ -127,8 +127,8 @@ class Page:
         ids: by group: the page of the group's pool, or the number of the state after its last
             token; None: the group has none.
         users: by group: how many sequences need it.
-        anchored: by group: whether a sequence went on from there; of a window, which is passed by
-            elsewhere.
+        anchored: by group: whether a sequence began or ended there, so that another may go on from
+            it. In windows it is false where sequences only passed by; these pages go first.
         owner: the tenant that computed the first page of its prefix.
         is_named: no longer, once everything was forgotten; then it goes with its last user.
     """

@@ -109,22 +109,22 @@ class Loop(EngineParts):
         """Plan the next step; None: nothing can be computed now."""
         if self.store is not None and not self.store.tiers:
             self.open_tiers()
-        sees = self._see_pictures()
+        sees = bool(self.features.wanted)
+        self.features.worked_s = 0.0
+        if sees:
+            self._see_pictures()
         self._began_s = time.monotonic()
         batch = self.scheduler.next_batch()
         if batch is not None:
             batch.was_delayed = sees
         return batch
 
-    def _see_pictures(self) -> bool:
-        """Let the tower see pictures, between two steps; False: none is wanted."""
-        sees = bool(self.features.wanted)
-        self.features.worked_s = 0.0
-        if sees and self._read(0) and self.features.wanted:  # reading may have ended the requests
+    def _see_pictures(self) -> None:
+        """Let the tower see pictures, between two steps."""
+        if self._read(0) and self.features.wanted:  # reading may have ended the requests
             failed = self.features.work(self.scheduler.tower_s(self.features.tenants))
             if failed is not None:
                 self._fail(*failed)
-        return sees
 
     def _launch(self, batch: Batch) -> Launched | None:
         """Launch a step behind the one before it; None: it failed."""

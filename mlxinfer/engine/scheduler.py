@@ -135,8 +135,8 @@ class Scheduler:
             pending = any(s.num_pending for s in queues.unfinished())
             assert queues.idle or pending or preempted or self._features.wanted, "stuck"
             return None
-        long = [s for s in segments if s.is_chunk]
-        short = [s for s in segments if not s.is_chunk]
+        long = [s for s in segments if s.is_chunk] if segments else []
+        short = [s for s in segments if not s.is_chunk] if segments else []
         short.sort(key=lambda s: s.num_tokens > 1)
         work, admitted = self.kv_manager.take_work(), queues.admitted
         queues.admitted = []

@@ -13,7 +13,15 @@ import mlx.core as mx
 
 from ..metal_kernels.stored import Plane
 from .attention import prepare
-from .budget import FIRST_PAGES, SNAPSHOT_SHARE, check_memory, grown, plan_groups, running_sequences
+from .budget import (
+    FIRST_PAGES,
+    SNAPSHOT_SHARE,
+    GroupPlan,
+    check_memory,
+    grown,
+    plan_groups,
+    running_sequences,
+)
 from .disk.entry import Entry
 from .inputs import CacheWork, PageTransfer, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
@@ -203,11 +211,24 @@ class KVCache:
             every, paged, page_size, prefill_chunk, self.max_batch, room, num_pages, elsewhere
         )
         whole_pages = any(layer.whole_pages for layer in every)
-        self.groups = [
+        self.groups = self._groups_of(plans, prefill_chunk, whole_pages=whole_pages)
+        self._paged_budget = room
+        self._reserved = 0  # bytes of the budget that are left to something else
+        states = [] if self.state_group is None else [self.state_group]
+        self._all: list[LayerGroup | SequenceGroup] = [*self.groups, *states]
+        self._by_position = any(layer.by_position for layer in paged)
+        if self._fixed:
+            check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
+        self.reset()
+
+    def _groups_of(
+        self, plans: Sequence[GroupPlan], prefill_chunk: int, *, whole_pages: bool
+    ) -> list[LayerGroup]:
+        return [
             LayerGroup(
                 window=plan.window,
                 allocator=PageAllocator(plan.num_pages),
-                page_size=page_size,
+                page_size=self.page_size,
                 prefill_chunk=prefill_chunk,
                 page_bytes=plan.page_bytes,
                 number=number,
@@ -217,14 +238,6 @@ class KVCache:
             )
             for number, plan in enumerate(plans)
         ]
-        self._paged_budget = room
-        self._reserved = 0  # bytes of the budget that are left to something else
-        states = [] if self.state_group is None else [self.state_group]
-        self._all: list[LayerGroup | SequenceGroup] = [*self.groups, *states]
-        self._by_position = any(layer.by_position for layer in paged)
-        if self._fixed:
-            check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
-        self.reset()
 
     def reset(self) -> None:
         """Fresh arrays: after a failed step nothing in the old ones can be trusted."""

@@ -207,24 +207,6 @@ class PageAllocator:
             taken += self._take(self._place(missing), missing)
         return taken
 
-    def extend(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> bool:
-        """Give one more page to each table that has no slot for its last token.
-
-        The ids are those that a call of `allocate` for each table would give.
-
-        Args:
-            tables: each lacks one page at most.
-
-        Returns:
-            False: there are not enough free pages for all; then nothing is taken.
-        """
-        full = [t for t, n in zip(tables, num_tokens, strict=True) if t.end < n]
-        if len(full) > self.num_free:
-            return False
-        for table in full:
-            table.append(self.allocate(1, after=table.last))
-        return True
-
     def release(self, pages: Iterable[int]) -> None:
         for page in pages:
             assert not self._free[page], "released twice"

@@ -237,7 +237,6 @@ class KVManager:
         """Take the pages that `num_tokens` positions need, evicting what is unused.
 
         Args:
-            num_tokens: positions.
             everything: also what other tenants left within their shares.
 
         Returns:
@@ -245,17 +244,6 @@ class KVManager:
         """
         for group in range(len(sequence.tables)):  # none: it was preempted
             if not self._extend(sequence, group, num_tokens, everything=everything):
-                return False
-        return True
-
-    def extend_each(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> bool:
-        """`extend` for sequences that lack at most one page of each group, while pages are free.
-
-        Returns:
-            False: not enough are; some may have got theirs of a group.
-        """
-        for group, allocator in enumerate(self.allocators):
-            if not allocator.extend([s.tables[group] for s in sequences], num_tokens):
                 return False
         return True
 

@@ -32,7 +32,9 @@ RECEIVED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages tha
 
 
 class EngineParts:
-    """The parts that a `Loop` moves. All methods are called from one thread, which owns MLX.
+    """The parts that a `Loop` moves; a draft model has them without a loop.
+
+    All methods are called from one thread, which owns MLX.
 
     Args:
         emit: called with the events of requests, in order; the last event of each request has a

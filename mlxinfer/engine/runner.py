@@ -341,7 +341,10 @@ class Runner:
         follows, pending = _pending(batch, previous)
         sampling, prompt_rows = batch.sampling, []
         if batch.ragged:
-            prompt_rows = [_prompt_rows(segment) for segment in _with_prompt_logits(batch)]
+            prompt_rows = [
+                (s.row, s.row + min(s.num_tokens, s.sequence.num_prompt - s.start))
+                for s in _with_prompt_logits(batch)
+            ]
         return StepInputs(
             metadata=batch.metadata,
             follows=follows,
@@ -536,11 +539,6 @@ def _with_prompt_logits(batch: Batch) -> list[Segment]:
         for segment in batch.ragged
         if segment.sequence.request.prompt_logits and segment.start < segment.sequence.num_prompt
     ]
-
-
-def _prompt_rows(segment: Segment) -> tuple[int, int]:
-    count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
-    return segment.row, segment.row + count
 
 
 def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:

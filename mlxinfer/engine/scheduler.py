@@ -226,15 +226,10 @@ class Scheduler:
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take pages for new tokens that begin one; the youngest sequences may be preempted."""
         starts = decodes.segments.starts.tolist()
-        rows = [row for row, start in enumerate(starts) if not start % self.page_size]
-        if not rows:
-            return
-        sequences = [decodes.sequences[row] for row in rows]
-        num_tokens = [starts[row] + 1 for row in rows]
-        if not self.kv_manager.extend_each(sequences, num_tokens):
-            for sequence, count in zip(sequences, num_tokens, strict=True):
-                if sequence.slot >= 0:  # else it was just preempted
-                    self.queues.hold(sequence, count)
+        for row in [row for row, start in enumerate(starts) if not start % self.page_size]:
+            sequence = decodes.sequences[row]
+            if sequence.slot >= 0:  # else it was just preempted
+                self.queues.hold(sequence, starts[row] + 1)
 
     def _next_prefills(self, decodes: DecodeBatch, verified: list[Segment]) -> list[Segment]:
         queues = self.queues
@@ -332,8 +327,6 @@ class Scheduler:
         segment.num_tokens = segment.num_samples = 1 + len(proposal.token_ids)
         return segment
 
-    # -- sealing --------------------------------------------------------------------------------
-
     def _seal_tails(self, batch: Batch) -> None:
         """Add the full pages of all tails to a step that has a barrier anyway, or needs one now.
 
@@ -361,8 +354,6 @@ class Scheduler:
         self.counters.pages_sealed += (stop - start) // self.page_size
         self.kv_manager.wrote(sequence, of_answer=start >= sequence.num_prompt)
         return Move(sequence.tables, sequence.slot, start, stop)
-
-    # -- what is known of a step ----------------------------------------------------------------
 
     def _mark_launched(self, batch: Batch) -> None:
         batch.advance_sequences(self.page_size)

@@ -76,29 +76,6 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     assert allocator.extent >= max((page + 1 for pages in held for page in pages), default=0)
 
 
-@given(st.data())
-def test_a_page_more_for_many_is_what_each_gets_in_turn(data: st.DataObject) -> None:
-    total, headroom = data.draw(st.integers(6, 60)), data.draw(st.integers(0, 4))
-    ways = [PageAllocator(total, headroom=headroom) for _ in range(2)]
-    tables = [[PageTable(4) for _ in range(data.draw(st.just(6)))] for _ in ways]
-    for _ in range(data.draw(st.integers(1, 12))):
-        chosen = data.draw(st.lists(st.integers(0, 5), unique=True))
-        grow = data.draw(st.lists(st.booleans(), min_size=len(chosen), max_size=len(chosen)))
-        ends = [tables[0][i].end + more for i, more in zip(chosen, grow, strict=True)]
-        free = ways[0].num_free
-        given_all = ways[0].extend([tables[0][i] for i in chosen], ends)
-        assert given_all == (sum(grow) <= free)
-        if not given_all:
-            assert ways[0].num_free == free
-            continue
-        for i, more in zip(chosen, grow, strict=True):
-            if more:
-                tables[1][i].append(ways[1].allocate(1, after=tables[1][i].last))
-        assert tables[0] == tables[1]
-        assert (ways[0].num_free, ways[0].extent) == (ways[1].num_free, ways[1].extent)
-        assert ways[0]._free == ways[1]._free
-
-
 def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:
     """Where `count` pages go, the headroom after the owner before them left free."""
     for start in sorted(page for page in free if page - 1 not in free):

@@ -31,7 +31,6 @@ class RestorePoint:
     num_matched: int  # positions that agree with pages, whether groups can resume there or not
     path: list[Page | None]  # the whole pages before `num_matched`; None: no group has that page
     cut: Page | None  # the page that `num_tokens` lies inside of
-    cut_tokens: int  # how many of its tokens: num_tokens % page_size
     state: Page | None  # the page with the state after `num_tokens`, where there are state layers
     tables: list[PageTable]  # by group, of the whole pages that are needed to go on
     spans: Spans  # of the prompt
@@ -39,6 +38,11 @@ class RestorePoint:
     @property
     def num_pages(self) -> int:
         return self.num_tokens // self.names.page_size
+
+    @property
+    def cut_tokens(self) -> int:
+        """Tokens of `cut` that are reused."""
+        return self.num_tokens % self.names.page_size
 
     def holds(self, number: int, group: int) -> bool:
         """Whether a group has whole page `number` of the prompt."""
@@ -65,7 +69,6 @@ class PrefixCache(PageIndex):
 
     Args:
         groups: what layers keep in pages, and where these come from and go back to.
-        clock: ever larger numbers, to order uses by; by default uses are counted.
         on_evict: gets pages that go, the deepest of a prompt first. A window's page that goes while
             longer prompts are there is left out.
         states: of the state layers; None: there are none.
@@ -78,7 +81,6 @@ class PrefixCache(PageIndex):
         self,
         groups: Sequence[PageGroup],
         *,
-        clock: Callable[[], int] | None = None,
         on_evict: OnEvict | None = None,
         states: StateGroup | None = None,
         root: Name = LOCAL_ROOT,
@@ -93,7 +95,7 @@ class PrefixCache(PageIndex):
         self.unused = [UnusedPages() for _ in range(num_groups)]
         self.by_id: list[dict[int, Page]] = [{} for _ in groups]
         self.tokens_reused = 0  # of matches that were made use of
-        self.clock = clock or itertools.count(1).__next__
+        self._num_uses = itertools.count(1)
         self._needs_whole = len(self.windowed) < len(groups)  # a group needs every page
         self.alignment = self.page_size if any(group.whole_pages for group in groups) else 1
         self._on_evict = on_evict or (lambda page, groups: None)
@@ -151,7 +153,6 @@ class PrefixCache(PageIndex):
             num_matched=longest,
             path=path,
             cut=cut,
-            cut_tokens=inside,
             state=self._last_state(names, *at) if self.states is not None and point else None,
             tables=[self._table(g, ids[g][:number], point) for g in self.attention],
             spans=spans,
@@ -245,7 +246,7 @@ class PrefixCache(PageIndex):
         Args:
             anchored: others will go on from here.
         """
-        now = self.clock()
+        now = next(self._num_uses)
         for group, pages in users.items():
             unused = []
             for page in pages:
@@ -361,7 +362,7 @@ class PrefixCache(PageIndex):
             return None
         page = self.page_of.get(page_key(parent, tokens))
         if page is not None and page.ids[group] is not None:
-            page.tick = self.clock()
+            page.tick = next(self._num_uses)
             if not page.users[group]:
                 self._offer(group, [page])
             return None
@@ -415,7 +416,7 @@ class PrefixCache(PageIndex):
                 self._free(shorter, [g for g in shorter.unused if g in self.attention])
             anchored = [g not in self.windowed for g in range(len(self.unused))]
             page = Page(name, parent, number, tokens, anchored)
-            page.priority, page.tick, page.owner = priority, self.clock(), owner
+            page.priority, page.tick, page.owner = priority, next(self._num_uses), owner
             self.add(page)
         before = self.page_of.get(parent)
         if before is not None and before.owner != page.owner:

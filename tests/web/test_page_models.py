@@ -206,4 +206,6 @@ def test_names_are_never_paths(models: PageDriver) -> None:
             answer = post("/hub/conversions", {**given, "recipe": "4bit"})
             assert answer.status_code in (400, 404), name
     assert models.server.client.delete("/hub/models/demo").status_code == 400
+    answer = models.server.client.delete("/hub/models/demo@main")
+    assert (answer.status_code, "is served" in answer.text) == (400, True), "a revision of it"
     assert post("/hub/jobs/nothing", {"action": "pause"}).status_code == 404

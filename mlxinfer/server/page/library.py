@@ -203,9 +203,10 @@ class LibraryRoutes:
         return {"model": name}
 
     async def remove(self, call: Call) -> Plain:
-        """Delete a model from this disk; one that is served stays."""
+        """Delete a model from this disk; one that is served stays, and so do its revisions."""
         name = call.path_params["name"]
-        if name in _served(call):
+        repo = name.partition("@")[0]
+        if repo in [served.partition("@")[0] for served in _served(call)]:
             raise InvalidRequestError(f"{name} is served by this server, and so it stays.")
         freed = await self._workers.run(self._remove, name)
         return {"model": name, "freed_bytes": freed}

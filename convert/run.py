@@ -147,6 +147,8 @@ class Conversion:
 
     @property
     def _generates(self) -> bool:
+        if self.arranged.definition is not None:
+            return True
         config = self.arranged.family_config
         return not (config.without_lm_head or config.bidirectional)
 

@@ -33,6 +33,9 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import engine  # noqa: E402
 
 from mlxinfer import hub  # noqa: E402
+from mlxinfer.metal_kernels.selfcheck import this_gpu  # noqa: E402
+
+this_gpu()  # is remembered: a test that pretends to be on a Mac must not be the first to ask
 
 settings.register_profile(
     "default",

@@ -31,6 +31,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     "every",
     [

@@ -252,6 +252,7 @@ class Resting(FixedDepth):
         return super().choose(outlooks, num_sequences) if self.steps % 75 < 45 else [0, 0]
 
 
+@pytest.mark.alike
 @pytest.mark.ci
 def test_a_draft_with_a_window_follows_after_a_rest() -> None:
     draft = tiny_model("gemma3_text-v4", quantized=True)

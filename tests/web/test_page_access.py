@@ -44,6 +44,7 @@ def overflow(page: Any) -> list[str]:
     return list(page.evaluate(script))
 
 
+@pytest.mark.alike
 @pytest.mark.parametrize(
     ("scheme", "size"), [("light", WIDE), ("dark", NARROW)], ids=["wide", "narrow"]
 )

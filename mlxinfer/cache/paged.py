@@ -78,7 +78,7 @@ class SequencePlace:
         return self.start + self.rows.stop - self.rows.start
 
     def positions(self, rows: slice) -> mx.array:
-        """(n, 1) of these rows of the step's flat list, which are the sequence's."""
+        """(n, 1) positions of tokens that are these rows of the step; all are of this sequence."""
         first = self.start + rows.start - self.rows.start
         return mx.arange(first, first + rows.stop - rows.start)[:, None]
 

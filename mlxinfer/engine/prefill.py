@@ -32,11 +32,11 @@ LONGER = 4096  # tokens of context: a measured step size holds up to here, then 
 
 
 class PromptRoom(NamedTuple):
-    """What prompts may take of a step that tenants share.
+    """The seconds that prompts may take in a step that several tenants share.
 
     Attributes:
-        tenants: whose answers get tokens in the step.
-        seconds: of these rows.
+        tenants: those whose answers get tokens in the step.
+        seconds: that the rows of these answers take.
         most_s: that the whole step may take.
         shared_s: that a step takes for any number of rows: prompts get as long at least, because
             smaller parts would waste more than half of the step.
@@ -233,7 +233,8 @@ class PrefillSizer:
         if not has_rows:
             tokens = num_tokens + unseen
             self._time_size(tokens, context, (seconds + unseen_s) / tokens)
-        if unseen:  # ranks worked at the same time: a step with rows passes through all of them
+        # Prompts were on several ranks at once; a step with answers passes through all of them.
+        if unseen:
             return
         self._note_cost(num_tokens, context, seconds, has_rows=has_rows)
 

@@ -12,7 +12,7 @@ from mlxinfer.speculation.draft import DraftProposer
 from mlxinfer.speculation.predictor import PredictorProposer
 from mlxinfer.speculation.speculation import Speculation
 
-NUM_REQUESTS = 160  # half of them speculate
+NUM_REQUESTS = 160  # every second one speculates
 LIKELY = range(10, 16)  # the tokens that are drawn
 PROMPT = prompt(9)
 

@@ -352,11 +352,6 @@ class KVManager:
         names = self.prefix.names(namespace, [*ids, 0])  # the last one comes next
         self._store.fetch(self.prefix, self.prefix.probe(names), lambda _: True)
 
-    def erase(self, place: Place) -> None:
-        """Drop the pages of a slot's prompt that no other prompt shares. No work may wait."""
-        namespace, ids = self._prompts.pop(place)
-        self.prefix.erase(self.prefix.names(namespace, ids), len(ids))
-
     def forget(self) -> None:
         """Drop everything that was computed, after a failed step: no prompt finds it again."""
         self._closing, self._written, self._copies = [], [], {}

@@ -425,12 +425,6 @@ class PageStore:
         )
         return longest // size
 
-    def erase(self, names: PageNames) -> None:
-        for number in range(len(names.token_ids) // self.page_size):
-            for group in range(len(self.page_bytes)):
-                for tier in self.tiers:
-                    tier.remove(key_of(names, number, group))
-
 
 def key_of(names: PageNames, number: int, group: int) -> bytes:
     return group_key(names.name(number), group)

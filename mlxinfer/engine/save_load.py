@@ -114,13 +114,3 @@ def load(loop: "Loop", place: Place, prompt: SavedPrompt, salt: str | None) -> N
     """Bring a saved prompt from the disk into memory, as far as there is room."""
     namespace = namespace_of(prompt.adapter, prompt.rope_variant, salt)
     loop.scheduler.kv_manager.load(place, (namespace, list(prompt.token_ids)))
-
-
-def erase(loop: "Loop", place: Place) -> int:
-    """Forget the prompt of a slot; how many tokens it had. Others' pages and sessions stay."""
-    (store, _), kv = open_store(loop), loop.scheduler.kv_manager
-    loop.carry_out_work(store)
-    namespace, ids = kv.prompt_of(place)
-    kv.erase(place)
-    store.erase(kv.prefix.names(namespace, ids))
-    return len(ids)

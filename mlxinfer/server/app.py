@@ -54,7 +54,6 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/sessions/{id}/load", sessions.load_session),
     Route("GET", "/v1/sessions/{id}/file", sessions.export_session),
     Route("DELETE", "/v1/sessions/{id}", sessions.remove_session),
-    Route("POST", "/slots/{id}", sessions.slot),
     Route("POST", "/tokenize", tokens.tokenize),
     Route("POST", "/detokenize", tokens.detokenize),
     Route("GET", "/tokenizer_info", tokens.tokenizer_info),

@@ -102,11 +102,6 @@ class NamedSessions(SavedSessions):
         self.restore(saved, tier)
         session.engine.call(lambda loop: save_load.load(loop, place, prompt, salt))
 
-    def erase_slot(self, session: Session, client: Client, slot: int) -> int:
-        """Forget the prompt of a slot, but what others share or sessions keep; its tokens."""
-        count: int = session.engine.call(lambda loop: save_load.erase(loop, (client.owner, slot)))
-        return count
-
     @contextmanager
     def upload(self, owner: str | None) -> Iterator[BinaryIO]:
         """A file for the bytes that `take_in` reads; it is deleted at the end of the block.

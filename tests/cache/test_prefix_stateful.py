@@ -334,14 +334,6 @@ class World:
             assert None not in self.windows or held.keys() >= stay  # others have a state alone
             assert all((page, page.ids) == before[path] for path, page in held.items())
 
-    def erase(self) -> None:
-        """Nothing goes that others share or need."""
-        if self.rng.random() < 0.2:
-            namespace, ids = self.prompt()
-            used = [page for page in self.prefix.page_of.values() if any(page.users)]
-            self.prefix.erase(self.prefix.names(namespace, ids), len(ids))
-            assert all(page.is_named for page in used)
-
     # -- always ---------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -379,7 +371,7 @@ def test_a_long_life(layout: tuple[list[int | None], list[int], int | None], see
     print("seed", seed)
     world = World(seed, layout)
     always = [*[world.start] * 2, *[world.look] * 2, world.evict, world.pin, world.unpin]
-    always += [world.name_anew, world.erase, world.clear]
+    always += [world.name_anew, world.clear]
     running = [*[world.grow] * 5, world.copied, *[world.finish] * 3]
     for _ in range(600):
         does = world.rng.choice(always + running if world.running else always)

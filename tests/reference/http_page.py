@@ -91,7 +91,6 @@ EXAMPLES: dict[tuple[str, str], tuple[Example, ...]] = {
     ("GET", "/v1/sessions/{id}/file"): (Example(path="/v1/sessions/notes/file", binary=FILE),),
     ("PUT", "/v1/sessions"): (Example(path="/v1/sessions?name=copy", binary=FILE),),
     ("DELETE", "/v1/sessions/{id}"): (Example(path="/v1/sessions/copy"),),
-    ("POST", "/slots/{id}"): (Example({"filename": "slot"}, "/slots/3?action=save"),),
     ("POST", "/tokenize"): (Example({"prompt": "A page"}),),
     ("POST", "/detokenize"): (Example({"tokens": [36, 220, 100]}),),
     ("GET", "/tokenizer_info"): (Example(),),

@@ -120,10 +120,9 @@ def test_slots_are_remembered_for_each_key(tmp_path: Path, monkeypatch: pytest.M
         ask(server, headers=ben, id_slot=0)
         for slot in range(5):
             ask(server, f"{slot} " * 40, headers=anna, id_slot=slot)
-        save = "/slots/{}?action=save"
         for slot, headers, status in ((0, anna, 400), (4, anna, 200), (0, ben, 200)):
-            body = {"filename": f"slot{slot}"}
-            assert server.post(save.format(slot), body, headers=headers).status_code == status
+            body = {"name": f"slot{slot}", "id_slot": slot}
+            assert server.post("/v1/sessions", body, headers=headers).status_code == status
 
 
 def test_texts_of_logit_bias_have_limits(server: LiveServer) -> None:

@@ -305,7 +305,6 @@ def test_whatever_clients_do_at_once_no_request_fails_by_the_server(tmp_path: Pa
             lambda name: server.get(f"/v1/sessions/{name}/file"),
             lambda name: server.client.delete(f"/v1/sessions/{name}"),
             lambda name: server.client.put(f"/v1/sessions?name={name}", content=file),
-            lambda name: server.post("/slots/0?action=erase", None),
             lambda name: server.get("/v1/sessions"),
             lambda name: server.post("/v1/chat/completions", asked(name)),
         )

@@ -1,4 +1,4 @@
-"""Named sessions: saved, loaded after a restart, carried to another server; llama.cpp's slots."""
+"""Named sessions: saved, loaded after a restart, carried to another server."""
 
 import fcntl
 import os
@@ -173,7 +173,6 @@ def test_a_session_belongs_to_the_key_that_saved_it(tmp_path: Path) -> None:
             server.post("/v1/sessions/notes/load", {}, headers=ben),
             server.get("/v1/sessions/notes/file", headers=ben),
             server.client.delete("/v1/sessions/notes", headers=ben),
-            server.post("/slots/0?action=restore", {"filename": "notes"}, headers=ben),
         ):
             assert "no session" in error_of(reply, 404)
         file = server.get("/v1/sessions/notes/file", headers=anna).content
@@ -295,76 +294,3 @@ def test_the_commands_do_what_the_paths_do(tmp_path: Path) -> None:
         assert '"again"' in run("list", "--json")
         file.write_bytes(b"x" * 1000)
         assert "no saved session" in run("import", str(file), fails=True)
-
-
-# -- llama.cpp's slots: what its tests of them assert ---------------------------------------------
-
-
-def complete(server: LiveServer, subject: str, id_slot: int) -> tuple[str, int, int]:
-    """The answer to a completion in a slot; tokens of its prompt, and those computed."""
-    body = {"prompt": LONG + subject, "id_slot": id_slot, "cache_prompt": True, "temperature": 0}
-    reply = server.post("/completion", {**body, "n_predict": 16}).json()
-    assert reply["stop"]
-    return reply["content"], reply["tokens_evaluated"], reply["timings"]["prompt_n"]
-
-
-def test_slots_are_saved_and_restored(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
-        _, num_prompt, computed = complete(server, "The capital of France", 1)
-        assert computed == num_prompt
-        saved = server.post("/slots/1?action=save", {"filename": "slot1.bin"}).json()
-        assert saved["n_saved"] >= num_prompt - num_prompt % PAGE
-        assert (saved["id_slot"], saved["filename"]) == (1, "slot1.bin")
-        assert saved["n_written"] > 0
-        assert saved["timings"]["save_ms"] > 0
-        other, _, computed = complete(server, "The capital of Germany", 1)
-        assert computed < num_prompt // 4, "only the part that differs"
-    with serving(tmp_path) as server:
-        restored = server.post("/slots/0?action=restore", {"filename": "slot1.bin"}).json()
-        assert restored["n_restored"] == saved["n_saved"]
-        assert restored["n_read"] == saved["n_written"]
-        text, _, computed = complete(server, "The capital of Germany", 0)
-        assert text == other
-        assert computed < num_prompt // 4
-        text, _, computed = complete(server, "The capital of Germany", 1)
-        assert (text, computed) == (other, 1), "another slot is as good"
-        again = server.post("/slots/0?action=save", {"filename": "again"})
-        assert again.json()["n_saved"] >= saved["n_saved"] - PAGE
-
-
-def test_an_erased_slot_is_computed_again(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
-        _, num_prompt, _ = complete(server, "The capital of France", 1)
-        other, _, _ = complete(server, "The capital of Germany", 2)
-        assert complete(server, "The capital of France", 1)[2] == 1
-        erased = server.post("/slots/1?action=erase", None)
-        assert erased.json()["n_erased"] >= num_prompt
-        _, _, computed = complete(server, "The capital of France", 1)
-        assert 1 < computed < num_prompt, "what slot 2 shares stays"
-        for number in (1, 2):
-            assert server.client.post(f"/slots/{number}?action=erase").status_code == 200
-        assert complete(server, "The capital of Germany", 2) == (other, num_prompt, num_prompt)
-        assert "no prompt" in error_of(server.client.post("/slots/1?action=erase"), 400)
-        server.post("/slots/2?action=save", {"filename": "kept"})
-        server.client.post("/slots/2?action=erase")
-        text, _, computed = complete(server, "The capital of Germany", 2)
-        assert (text, computed <= PAGE) == (other, True), "a session keeps its pages"
-
-
-def test_mistakes_with_slots_are_named(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
-        complete(server, "France", 1)
-        for path, body, said in (
-            ("/slots/x?action=save", {"filename": "a"}, "slot"),
-            ("/slots/1?action=sing", {"filename": "a"}, "action"),
-            ("/slots/1", {"filename": "a"}, "action"),
-            ("/slots/1?action=save", {}, "filename"),
-            ("/slots/1?action=save", {"filename": "../a"}, "name"),
-            ("/slots/5?action=save", {"filename": "a"}, "no prompt"),
-        ):
-            assert said in error_of(server.post(path, body), 400)
-        assert server.post("/slots/1?action=restore", {"filename": "a"}).status_code == 404
-        salted = {"prompt": LONG, "id_slot": 3, "cache_salt": "own"}
-        assert server.post("/v1/completions", salted).status_code == 200
-        saved = server.post("/slots/3?action=save", {"filename": "a"})
-        assert "cache_salt" in error_of(saved, 400)

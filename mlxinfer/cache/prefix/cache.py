@@ -500,12 +500,6 @@ class PrefixCache(PageIndex):
         if page.is_named and page.ids.count(None) == len(page.ids):
             self.remove(page)
 
-    def erase(self, names: PageNames, num_tokens: int) -> None:
-        point = self.probe(names, limit=num_tokens)
-        for page in reversed([*point.path, point.cut]):
-            if page is not None and page.name not in self.children and not any(page.users):
-                self._free(page, page.unused)
-
     def clear(self) -> None:
         """Forget all pages: no prompt finds them, and those in use go with their last user.
 

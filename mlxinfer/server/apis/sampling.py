@@ -127,7 +127,7 @@ class SamplerFields(NumberFields, kw_only=True):
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = None  # false: no tokens are proposed for this request
-    # by which /v1/sessions and /slots save the prompt, as in llama.cpp; -1: 0
+    # by which /v1/sessions saves the prompt, as in llama.cpp; -1: 0
     id_slot: Annotated[int, Meta(ge=-1, le=MAX_SLOT)] | None = None
     # prompts with different salts share no prefix cache
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None

@@ -1,12 +1,10 @@
-"""/v1/sessions, and /slots/{id} of llama.cpp: prompts saved under names, and loaded again."""
+"""/v1/sessions: prompts saved under names, and loaded again."""
 
-import time
 from collections.abc import AsyncIterator
 from typing import Annotated, BinaryIO, ClassVar
 
 from msgspec import Meta
 
-from ...errors import InvalidRequestError
 from ...session.saved import Client, SavedSession
 from ..call import Call
 from ..errors import HttpError
@@ -33,15 +31,6 @@ class LoadSessionRequest(RequestBody, kw_only=True):
     id_slot: Slot = 0
 
 
-class SlotRequest(RequestBody, kw_only=True):
-    """llama.cpp's name of a session."""
-
-    may_be_empty: ClassVar[bool] = True
-
-    filename: str | None = None
-    model: str | None = None
-
-
 async def list_sessions(call: Call) -> Plain:
     """The sessions that the key has saved."""
     sessions = await call.in_worker(call.sessions.all_of, call.owner)
@@ -50,12 +39,19 @@ async def list_sessions(call: Call) -> Plain:
 
 async def save_session(call: Call, body: SaveRequest) -> Plain:
     """Keep the last prompt of a slot, and its answer, under a name."""
-    return _card(await _save(call, body.name, body.model, body.id_slot))
+    model = await _model(call, body.model)
+    save, session = call.sessions.save_slot, model.session
+    given = body.name, model.name, session, _client(call), body.id_slot
+    return _card(await call.service.session_workers.run_for(call.tenant, save, *given))
 
 
 async def load_session(call: Call, body: LoadSessionRequest) -> Plain:
     """Bring a session into memory; requests that begin like it compute only what follows."""
-    return _card(await _load(call, call.path_params["id"], body.id_slot))
+    session = await _find(call, call.path_params["id"])
+    model = await _model(call, session.model)
+    given = session, model.session, _client(call), body.id_slot
+    await call.service.session_workers.run_for(call.tenant, call.sessions.load_slot, *given)
+    return _card(session)
 
 
 async def remove_session(call: Call) -> Plain:
@@ -87,50 +83,6 @@ async def import_session(call: Call, file: BinaryIO) -> Plain:
     return _card(
         await call.service.session_workers.run_for(call.tenant, call.sessions.take_in, file, *given)
     )
-
-
-async def slot(call: Call, body: SlotRequest) -> Plain:
-    """Save, restore or erase the prompt of a slot, as llama.cpp's server does."""
-    action, text = call.query.get("action"), call.path_params["id"]
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 5 else -1
-    if not 0 <= number <= MAX_SLOT:
-        raise InvalidRequestError(f"The slot is {text[:20]!r}; expected 0 to {MAX_SLOT}.")
-    if action not in ("save", "restore", "erase"):
-        raise InvalidRequestError.of("action", "is save, restore or erase.")
-    if action == "erase":
-        session = (await _model(call, body.model)).session
-        count = await call.in_worker(call.sessions.erase_slot, session, _client(call), number)
-        return {"id_slot": number, "n_erased": count}
-    if body.filename is None:
-        raise InvalidRequestError.of("filename", "is missing, and is required.")
-    began_s = time.monotonic()
-    if action == "save":
-        saved = await _save(call, body.filename, body.model, number)
-    else:
-        saved = await _load(call, body.filename, number)
-    done, moved = ("saved", "written") if action == "save" else ("restored", "read")
-    return {
-        "id_slot": number,
-        "filename": saved.name,
-        f"n_{done}": len(saved.prompt.token_ids),
-        f"n_{moved}": saved.num_bytes,
-        "timings": {f"{action}_ms": 1000 * (time.monotonic() - began_s)},
-    }
-
-
-async def _save(call: Call, name: str, model_name: str | None, number: int) -> SavedSession:
-    model = await _model(call, model_name)
-    save, session = call.sessions.save_slot, model.session
-    given = name, model.name, session, _client(call), number
-    return await call.service.session_workers.run_for(call.tenant, save, *given)
-
-
-async def _load(call: Call, name: str, number: int) -> SavedSession:
-    session = await _find(call, name)
-    model = await _model(call, session.model)
-    given = session, model.session, _client(call), number
-    await call.service.session_workers.run_for(call.tenant, call.sessions.load_slot, *given)
-    return session
 
 
 def _client(call: Call) -> Client:

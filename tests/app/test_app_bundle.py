@@ -1,6 +1,7 @@
 """The bundle: Briefcase's configuration, its executable, and the `mlxinfer app` command."""
 
 import os
+import platform
 import subprocess
 import sys
 import tomllib
@@ -101,7 +102,7 @@ def test_without_toga_the_command_says_what_to_install(monkeypatch: pytest.Monke
 
 
 def test_without_a_mac_the_command_names_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
     with pytest.raises(InvalidRequestError, match="needs a Mac; run mlxinfer serve"):
         mlxinfer.app.main()
 

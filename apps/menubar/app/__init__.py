@@ -1,5 +1,6 @@
 """The menubar app: a thin client of a mlxinfer server's HTTP API, in Toga."""
 
+import platform
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def main(*, background: bool = False, folder: Path | None = None) -> None:
     instance = Instance(place / "app.sock")
     if instance.show_other():
         return
-    if sys.platform != "darwin":
+    if platform.system() != "Darwin":
         raise InvalidRequestError(
             "The menubar app needs a Mac; run mlxinfer serve, and open its page in a browser."
         )
@@ -33,6 +34,6 @@ def main(*, background: bool = False, folder: Path | None = None) -> None:
     from .controller import AppController
     from .process import ServerProcess
 
-    platform = CocoaPlatform(bundled=".app/Contents/" in sys.executable)
-    controller = AppController(place, ServerProcess(place), platform.notify)
-    MenubarApp(controller, platform, instance, background=background).main_loop()
+    desktop = CocoaPlatform(bundled=".app/Contents/" in sys.executable)
+    controller = AppController(place, ServerProcess(place), desktop.notify)
+    MenubarApp(controller, desktop, instance, background=background).main_loop()

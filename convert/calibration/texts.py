@@ -33,11 +33,14 @@ def read_text(path: Path | None) -> str:
     if path is None:
         return files(__package__).joinpath(DEFAULT).read_text(encoding="utf-8")
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"{path} is not UTF-8 text: {error}.") from error
+    if not text.strip():
+        raise InvalidRequestError(f"{path} is empty; calibration needs some pages of text.")
+    return text
 
 
 def checked_positions(vocab_size: int) -> int:

@@ -21,6 +21,8 @@ def ask(url: str, path: str) -> Any:
 def named_server() -> str | None:
     """The address in MLXINFER_SERVER without /v1; "": ask none; None: it says nothing."""
     url = os.environ.get(SERVER, "").strip()
+    if url not in ("", OFF) and "://" not in url:
+        raise ServerError(f"{SERVER} is {url!r}; expected an address with http://, or {OFF}.")
     return "" if url == OFF else url.rstrip("/").removesuffix("/v1") or None
 
 

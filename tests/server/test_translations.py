@@ -125,6 +125,7 @@ FORMS: list[tuple[Read, dict[str, Any]]] = [
     (read_text, {"guided_json": SCHEMA}),
     (read_response, {"text": {"format": NAMED}}),
     (read_messages, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    (read_messages, {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
 ]
 
 

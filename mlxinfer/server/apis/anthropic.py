@@ -93,6 +93,7 @@ class CountRequest(SamplerFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Any = None  # of older clients: output_config.format
     context_management: Any = None
 
 
@@ -166,11 +167,13 @@ def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
 
 
 def read_messages(body: MessagesRequest, model: ServedModel, skipped: list[str]) -> ChatInput:
-    form = body.output_config.format if body.output_config else None
+    form, where = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.format is not None:
+        form, where = body.output_config.format, "output_config.format"
     return read(
         body,
         skipped,
-        constraint=None if form is None else read_form(form, "output_config.format"),
+        constraint=None if form is None else read_form(form, where),
         params=sampling_params(
             body,
             model,

@@ -20,6 +20,7 @@ from ..models.registry import is_native
 from ..text import Tokenizer
 from .arrange import ArrangedSource, arrange, check_complete, check_tower
 from .calibration.allocation import choose_formats, least_bytes
+from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.logits import LogitCheck, compare_logits, limits_for, reachable_limits
 from .calibration.measure import measure_units
@@ -124,6 +125,13 @@ class Conversion:
 
     def disk_bytes(self) -> int:
         return disk_bytes(self.arranged, self.plan(), self.options, comparing=self._comparing)
+
+    def seconds(self) -> float:
+        """How long it takes here, about, where a text is calibrated on; else 0."""
+        with little_cached():
+            return estimated_seconds(
+                self.arranged, self.plan(), self.options, self.budget, comparing=self._comparing
+            )
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
         """Convert."""

@@ -136,8 +136,11 @@ def check_usage(given: dict[str, Any]) -> None:
 # -- what is shown ----------------------------------------------------------------------------
 
 
+LONG_S = 60.0  # of a calibration: then the way without is offered
+
+
 def plan_as_dict(
-    plan: "ConversionPlan", *, peak_bytes: int, disk_bytes: int, measured: bool
+    plan: "ConversionPlan", *, peak_bytes: int, disk_bytes: int, seconds: float, measured: bool
 ) -> dict[str, Any]:
     """Return the data of --dry-run --json; `measured`: formats will follow from measuring.
 
@@ -151,6 +154,7 @@ def plan_as_dict(
         "bits_per_weight": plan.bits_per_weight,
         "peak_memory_bytes": peak_bytes,
         "disk_bytes": disk_bytes,
+        "calibration_seconds": round(seconds, 1),
         "shards": [name for name, _ in plan.shards()],
         "tensors": [
             {
@@ -192,11 +196,20 @@ def show_plan(plan: dict[str, Any]) -> None:
         f"peak memory about {human_bytes(plan['peak_memory_bytes'])}, "
         f"disk {human_bytes(plan['disk_bytes'])}"
     )
+    if plan["calibration_seconds"]:
+        click.echo(how_long(plan["calibration_seconds"]))
     if plan["formats_follow_from_measuring"]:
         click.echo(
             f"Formats and sizes above are those of {plan['recipe']}; what meets the target follows "
             "from measuring."
         )
+
+
+def how_long(seconds: float) -> str:
+    """Return a sentence on the time of a calibrated conversion; a long one has an alternative."""
+    if seconds <= LONG_S:
+        return f"this takes about {max(seconds, 1):.0f} s here"
+    return f"this takes about {seconds / 60:.0f} min here; --fast does without calibration"
 
 
 def show_report(report: "ConversionReport", out: str) -> None:
@@ -291,6 +304,8 @@ def _opened(
 
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
     conversion.check_room()
+    if not given["resume"] and (seconds := conversion.seconds()) > LONG_S:
+        note(how_long(seconds))
     try:
         return conversion.run(resume=given["resume"], restart=given["restart"])
     except KeyboardInterrupt:
@@ -303,6 +318,7 @@ def _dry_run(conversion: "Conversion", as_json: bool) -> None:
         conversion.plan(),
         peak_bytes=conversion.budget.peak_bytes,
         disk_bytes=conversion.disk_bytes(),
+        seconds=conversion.seconds(),
         measured=conversion.options.targeted,
     )
     emit_json(plan) if as_json else show_plan(plan)

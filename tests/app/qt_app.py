@@ -6,12 +6,11 @@ Screenshots of its windows are left in FOLDER.
 import asyncio
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from PySide6.QtCore import Qt
-from PySide6.QtGui import QGuiApplication, QKeySequence, QShortcut
+from PySide6.QtGui import QGuiApplication
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QMenu, QSystemTrayIcon
 
@@ -20,43 +19,11 @@ from mlxinfer.app.application import MenubarApp, in_thread
 from mlxinfer.app.controller import AppController, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import Action, Do
-from mlxinfer.app.platforms import ACCENT, Look, Platform
 from mlxinfer.app.process import ServerProcess
+from mlxinfer.app.qt import QtPlatform
 from mlxinfer.app.settings import Settings
 
 TABS = ("Server", "Settings")
-CARD = "background: palette(base); border-radius: 10px; border: 2px solid {0};"
-STYLES = {  # {0}: the accent
-    Look.PRIMARY: "QPushButton {{ padding: 4px 16px; border-radius: 4px; }} "
-    "QPushButton:enabled {{ background: {0}; color: palette(base); }} "
-    "QPushButton:!enabled {{ background: palette(midlight); }}",
-    Look.QUIET: "color: palette(placeholder-text);",
-    Look.CARD: CARD.replace("{0}", "palette(midlight)"),
-    Look.CHOSEN: CARD,
-    Look.BAR: "QProgressBar {{ color: transparent; border: 1px solid palette(mid); }} "
-    "QProgressBar::chunk {{ background: {0}; }}",
-}
-
-
-class QtPlatform(Platform):
-    """What the windows show and the scenario uses; a Mac has `cocoa.py`."""
-
-    def style(self, widget: Any, look: Look) -> None:
-        widget._impl.native.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
-        widget._impl.native.setStyleSheet(STYLES[look].format(ACCENT.light))
-
-    def on_click(self, icon: Any, action: Callable[[], object]) -> None:
-        """Replace Toga's handler, which opens the menu at any click."""
-        native = icon._impl.native
-        native.activated.disconnect()
-        native.activated.connect(lambda _: action())
-
-    def on_escape(self, window: Any, action: Callable[[], object]) -> None:
-        shortcut = QShortcut(QKeySequence("Esc"), window._impl.native)
-        shortcut.activated.connect(lambda: action())
-
-    def copy(self, text: str) -> None:
-        QGuiApplication.clipboard().setText(text)
 
 
 def lines(menu: QMenu) -> list[Any]:

@@ -1,7 +1,6 @@
 """The bundle: Briefcase's configuration, its executable, and the `mlxinfer app` command."""
 
 import os
-import platform
 import subprocess
 import sys
 import tomllib
@@ -14,7 +13,6 @@ from click.testing import CliRunner
 
 import mlxinfer.app
 from mlxinfer.cli._commands import app as app_command
-from mlxinfer.errors import InvalidRequestError
 
 BUNDLE = Path(__file__).parents[2] / "apps" / "menubar"
 ROOT = BUNDLE.parents[1]
@@ -101,10 +99,15 @@ def test_without_toga_the_command_says_what_to_install(monkeypatch: pytest.Monke
     assert done.output == f"Error: The menubar app needs Toga: {needed}\n"
 
 
-def test_without_a_mac_the_command_names_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "system", lambda: "Linux")
-    with pytest.raises(InvalidRequestError, match="needs a Mac; run mlxinfer serve"):
-        mlxinfer.app.main()
+def test_where_qt_would_abort_the_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for program, said in (
+        ("import ctypes; ctypes.CDLL('libnot-here.so.7')", "the library libnot-here.so.7,"),
+        ("import os; os.abort()", "a screen,"),
+    ):
+        monkeypatch.setattr(mlxinfer.app, "TRY_QT", program)
+        with pytest.raises(mlxinfer.app.ScreenError, match=f"need {said} which is not here"):
+            mlxinfer.app.platform_of_this_system()
 
 
 def test_a_second_start_needs_no_toga(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

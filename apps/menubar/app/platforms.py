@@ -1,4 +1,4 @@
-"""Parts of a desktop that Toga does not have, behind one class; `cocoa.py` has those of a Mac.
+"""Parts that Toga does not have, behind one class: a Mac's own, or Qt's for development.
 
 Every call is guarded: a part that fails is logged once and missed, and the app goes on without it.
 So nothing may depend on these parts alone; windows offer what the status item offers.

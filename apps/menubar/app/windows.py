@@ -221,7 +221,7 @@ def _hide(window: toga.Window, **_: Any) -> bool:
 
 
 def _web_view() -> toga.WebView | None:
-    """The system's web view; None where it is not installed."""
+    """The system's web view; None where it is not installed (Qt without its web engine)."""
     try:
         return toga.WebView(flex=1)
     except (ImportError, NotImplementedError, RuntimeError):

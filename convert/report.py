@@ -180,7 +180,7 @@ def _body(report: ConversionReport) -> list[str]:
     lossy = sorted(report.tensors, key=lambda t: -t["relative"])[:_WORST]
     if lossy and lossy[0]["relative"] > 0:
         lines += ["Largest relative errors:", "", "| tensor | format | rms |", "|---|---|---|"]
-        lines += [_row(tensor) for tensor in lossy]
+        lines += [f"| {t['name']} | {t['format']} | {t['relative']:.4f} |" for t in lossy]
         lines.append("")
     return lines + [f"{note}\n" for note in report.notes]
 
@@ -198,7 +198,3 @@ def _logits(checks: list[LogitCheck]) -> list[str]:
         ),
         "",
     ]
-
-
-def _row(tensor: dict[str, Any]) -> str:
-    return f"| {tensor['name']} | {tensor['format']} | {tensor['relative']:.4f} |"

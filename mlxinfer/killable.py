@@ -149,7 +149,7 @@ class KillableProcess:
         if self._process is None or self._process.poll() is not None:
             self._stop()
             self._process = subprocess.Popen(
-                _command(self._module, self.max_bytes),
+                [sys.executable, "-P", "-m", self._module, str(self.max_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -191,10 +191,6 @@ class KillablePool:
 def _raise_if(abandoned: Callable[[], bool]) -> None:
     if abandoned():
         raise CancelledError
-
-
-def _command(module: str, max_bytes: int) -> list[str]:
-    return [sys.executable, "-P", "-m", module, str(max_bytes)]
 
 
 def _environment() -> dict[str, str]:

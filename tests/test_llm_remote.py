@@ -31,9 +31,9 @@ from mlxinfer import (
     Result,
     SamplingParams,
 )
+from mlxinfer.cli._model import first_name
 from mlxinfer.errors import ServerError
 from mlxinfer.remote.answer import RemoteAnswer
-from mlxinfer.remote.find import first_name
 from mlxinfer.remote.session import KEEP_ALIVE, connect
 from mlxinfer.server.http import DONE, data
 from mlxinfer.server.keys import ApiKeys

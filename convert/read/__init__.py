@@ -61,15 +61,11 @@ def _open(
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    names = sorted(path.name for path in folder.iterdir() if _of_model(path.name))
+    names = sorted(path.name for path in folder.glob("*.gguf") if not is_projector(path.name))
     models = sorted({part_names(name)[0] for name in names})
     if len(models) > 1:
         raise CheckpointError(f"{folder} has {len(models)} GGUF models; name one: {models[0]}, …")
     return folder / names[0] if models else None
-
-
-def _of_model(path: str) -> bool:
-    return path.endswith(".gguf") and not is_projector(path)
 
 
 def _tokenizer_of(folder: Path) -> Mapping[str, bytes | Path]:

@@ -343,13 +343,13 @@ def _clear(session: ChatSession, _: str) -> CommandReply:
     return CommandReply("The conversation is empty.")
 
 
-def _regen(session: ChatSession, _: str) -> CommandReply:
-    return CommandReply(ask=_last_question(session))
-
-
 def _edit(session: ChatSession, text: str) -> CommandReply:
     last = _last_question(session)
     return CommandReply(ask=text) if text else CommandReply(edit=last)
+
+
+def _regen(session: ChatSession, _: str) -> CommandReply:
+    return CommandReply(ask=_last_question(session))
 
 
 def _stats(session: ChatSession, _: str) -> CommandReply:
@@ -431,10 +431,6 @@ def _tools(session: ChatSession, _: str) -> CommandReply:
     return CommandReply(printable("\n".join([table(rows), *failed])))
 
 
-def _quit(_: ChatSession, __: str) -> CommandReply:
-    return CommandReply(quit=True)
-
-
 COMMANDS: dict[str, tuple[str, Run, str]] = {
     "help": ("", _help, "this list"),
     "model": ("[NAME]", _model, "show the model, or go on with another"),
@@ -452,7 +448,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "think": ("[on|off|auto|LEVEL]", _think, "whether and how much a model thinks"),
     "tools": ("", _tools, "the tools that answers may call"),
     "stats": ("", _stats, "the model, the last answer, memory"),
-    "quit": ("", _quit, "leave (or Ctrl-D)"),
+    "quit": ("", lambda *_: CommandReply(quit=True), "leave (or Ctrl-D)"),
 }
 OTHER_NAMES = {"exit": "quit", "bye": "quit", "?": "help"}  # those of other programs
 

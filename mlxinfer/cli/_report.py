@@ -258,12 +258,8 @@ def tokens_part(steps: int) -> Data:
     """Greedy answers of the bundled model with kernels, beside those of plain MLX alone."""
     ways = {"kernels": Way(), "kernels and proposals": Way("auto")}
     return _same_tokens(
-        "demo", lambda llm: dict(zip(PROMPTS, _encoded(llm), strict=True)), ways, steps
+        "demo", lambda llm: {text: llm.tokenizer.encode(text) for text in PROMPTS}, ways, steps
     )
-
-
-def _encoded(llm: LLM) -> list[list[int]]:
-    return [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
 
 
 def long_tokens_part(find: Callable[[], Path], length: int, steps: int) -> Data:

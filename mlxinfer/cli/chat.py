@@ -19,7 +19,7 @@ from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
 from ._markdown import WaitingLine, until_first_word
-from ._open import ADAPTER, default_model, open_llm
+from ._model import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
     adapter_option,
@@ -272,7 +272,7 @@ def reply_to(session: ChatSession, line: str) -> CommandReply:
         return CommandReply(f"{counted(len(session.images), 'picture')} with the next message")
     if is_command(rest):
         return run_command(session, rest)
-    return CommandReply(ask=_unescaped(rest))
+    return CommandReply(ask=rest[1:] if rest.startswith("//") else rest)
 
 
 def answer(
@@ -304,10 +304,6 @@ def answer(
     shown.finish()
     if session.last is not None and console.is_terminal:
         note(session.last.summary)
-
-
-def _unescaped(line: str) -> str:
-    return line[1:] if line.startswith("//") else line
 
 
 # -- the terminal ---------------------------------------------------------------------------------

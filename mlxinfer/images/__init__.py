@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .gemma import Gemma3Processor, Gemma4Processor, Gemma4Videos
-from .inkling import InklingProcessor
 from .lfm2 import Lfm2Processor
 from .load import (
     data_url,
@@ -15,8 +14,8 @@ from .load import (
     picture_file,
     thumbnail_url,
 )
+from .own_size import InklingProcessor, PixtralProcessor
 from .picture import Picture, PlacedPicture, Shown, Tile, rope_delta, rope_positions
-from .pixtral import PixtralProcessor
 from .processor import ImageProcessor, VideoProcessor
 from .qwen import Qwen2Videos, Qwen3Videos, QwenProcessor
 from .settings import VisionSettings

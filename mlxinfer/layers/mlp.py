@@ -135,7 +135,7 @@ def gated(name: str, dtype: mx.Dtype) -> Gated:
     """The activation that a config's hidden_act names; raises UnsupportedModelError."""
     _check(name, ACTIVATIONS)
     if name in _GELU_ERF:
-        return Gated(_geglu_erf)
+        return Gated(lambda gate, up: gelu_of(mx.erf)(gate) * up)
     if name in _SILU:
         return _with_kernel(Gate("silu", dtype))
     return _with_kernel(Gate("gelu_tanh", dtype))
@@ -164,10 +164,6 @@ def _with_kernel(gate: Gate) -> Gated:
     return Gated(product_of(gate), gate)
 
 
-def _geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
-    return gelu_of(mx.erf)(gate) * up
-
-
 def gelu_of(erf: Activation) -> Activation:
     """GELU (arXiv 1606.08415) by a form of the error function."""
     return lambda x: 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
@@ -177,24 +173,12 @@ def _gelu_tanh(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x * (GELU_SLOPE + GELU_SLOPE * GELU_CUBIC * mx.square(x)))
 
 
-def _silu(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x)
-
-
-def _quick_gelu(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(1.702 * x)
-
-
-def _relu(x: mx.array) -> mx.array:
-    return mx.maximum(x, 0.0)
-
-
 PLAIN: dict[str, Activation] = {
     **dict.fromkeys(_GELU_ERF, gelu_of(mx.erf)),
     **dict.fromkeys(_GELU_TANH, _gelu_tanh),
-    **dict.fromkeys(_SILU, _silu),
-    "quick_gelu": _quick_gelu,
-    "relu": _relu,
+    **dict.fromkeys(_SILU, lambda x: x * mx.sigmoid(x)),
+    "quick_gelu": lambda x: x * mx.sigmoid(1.702 * x),
+    "relu": lambda x: mx.maximum(x, 0.0),
     "tanh": mx.tanh,
 }
 

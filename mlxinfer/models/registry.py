@@ -160,7 +160,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "gemma3n_text": ("gemma3n", "Gemma3n"),
     "gpt_oss": ("gpt_oss", "GptOss"),
     "flint": ("flint", "Flint"),
-    "kolibri1": ("kolibri", "Kolibri1"),
+    "kolibri1": ("biased_experts", "Kolibri1"),
     "inkling2_loop_text": ("inkling", "Inkling2Loop"),
     "k2_horizon": ("k2_horizon", "K2Horizon"),
     "olmo2": ("olmo", "Olmo2"),

@@ -75,10 +75,6 @@ class Pooler:
         return vectors[0] if len(vectors) == 1 else mx.concatenate(vectors, axis=-1)
 
 
-def _mean(states: mx.array, skipped: int) -> mx.array:
-    return states[:, skipped:].mean(axis=1)
-
-
 def _scaled_sum(states: mx.array, skipped: int) -> mx.array:
     kept = states[:, skipped:]
     return kept.sum(axis=1) / kept.shape[1] ** 0.5
@@ -93,7 +89,7 @@ _MODES: dict[str, Callable[[mx.array, int], mx.array]] = {
     "cls": lambda states, skipped: states[:, skipped],
     "lasttoken": lambda states, skipped: states[:, -1],
     "max": lambda states, skipped: states[:, skipped:].max(axis=1),
-    "mean": _mean,
+    "mean": lambda states, skipped: states[:, skipped:].mean(axis=1),
     "mean_sqrt_len_tokens": _scaled_sum,
     "weightedmean": _weighted_mean,
 }

@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, ParamSpec, TypeVar
 
-from ..core import Request
 from ..errors import InvalidRequestError, OverloadedError
 from ..fair import NOBODY, Tenant
 from ..session.answers import Answer, Answers, AnswerStep
@@ -265,14 +264,11 @@ class Call(Exchange):
         self._counts = AnswerMetrics(
             answers,
             (self._metrics, self._of_key),
-            partial(self._record_of, self._model),
+            partial(self.service.reuse.add, self.id, self.request_id, self.created_s, self._model),
             self.service.reuse,
             self._leave_queue,
         )
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self._counts)
-
-    def _record_of(self, model: ServedModel, request: Request) -> Record | None:
-        return self.service.reuse.add(self.id, self.request_id, self.created_s, model, request)
 
     @property
     def reuse(self) -> Record | None:

@@ -180,14 +180,11 @@ def _nearest(
         if other.ids is None or other.model != record.model:
             continue
         common = _common(record.ids, other.ids)
-        weighed = common if _shares(record, other) else common - reuse.page_size
+        shares = record.namespace == other.namespace and record.session() is other.session()
+        weighed = common if shares else common - reuse.page_size
         if common and weighed > score:
             best, score = (other, common), weighed
     return best
-
-
-def _shares(record: Record, other: Record) -> bool:
-    return record.namespace == other.namespace and record.session() is other.session()
 
 
 def _cause(record: Record, reuse: Reuse, nearest: Record | None, common: int) -> str:

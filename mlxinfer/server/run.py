@@ -241,7 +241,9 @@ def check_tls(config: ServerConfig) -> None:
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            config.tls_cert, config.tls_key, password=_no_password
+            config.tls_cert,
+            config.tls_key,
+            password=lambda: "",  # OpenSSL would ask for one on the terminal
         )
     except OSError as error:  # SSLError is one
         raise InvalidRequestError(
@@ -250,8 +252,3 @@ def check_tls(config: ServerConfig) -> None:
             "password, both PEM.",
             param="tls_cert",
         ) from None
-
-
-def _no_password() -> str:
-    """OpenSSL would ask for one on the terminal."""
-    return ""

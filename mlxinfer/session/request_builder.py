@@ -131,6 +131,7 @@ class RequestBuilder:
         grammar = None if spec is None else self.guidance.compiler.start(spec, given.abandoned)
         unenforced = grammar.unenforced if grammar else ()
         limit = params.max_reasoning_tokens if prompt.reasons else None
+        breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         request = Request(
             str(next(self._request_ids)),
@@ -143,7 +144,7 @@ class RequestBuilder:
             adapter=given.adapter,
             cache_salt=given.cache_salt,
             boundaries=turn_ends(prompt.ids, self.end_ids),
-            breakers=self._breakers_of(params) if params.dry_multiplier else frozenset(),
+            breakers=frozenset().union(*map(self._breaking, breakers)),
             reports_prompt=given.reports_prompt,
             owner=given.owner,
             tenant=given.tenant,
@@ -289,9 +290,6 @@ class RequestBuilder:
 
     def close(self) -> None:
         self.guidance.compiler.close()
-
-    def _breakers_of(self, params: SamplingParams) -> frozenset[int]:
-        return frozenset().union(*map(self._breaking, params.dry_sequence_breakers))
 
     def _breaking(self, text: str) -> frozenset[int]:
         """The tokens that contain a text. If none does: the last token of the text itself."""

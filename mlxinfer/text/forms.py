@@ -307,7 +307,7 @@ class _Probe:
                 return
 
     def _is_written(self, forms: Forms, situation: _Situation) -> bool:
-        text = self._render(forms.apply(situation.messages, _probe_text), situation.tools)
+        text = self._render(forms.apply(situation.messages, str), situation.tools)
         if text is None or any(word not in text for word in situation.anywhere):
             return False
         place = 0
@@ -365,7 +365,3 @@ def _called(text: str, *names: str) -> _Situation:
     ]
     rest = [*([text] if text else []), *names, *VALUES[: len(names)], *RESULTS[: len(names)]]
     return _Situation(messages, (question, answer, last), tuple(rest), tools=True)
-
-
-def _probe_text(calls: list[Message]) -> str:
-    return " ".join(str(call["function"]) for call in calls)

@@ -17,8 +17,8 @@ from PIL import Image
 
 from mlxinfer import InvalidRequestError, hub
 from mlxinfer.cli import _open
+from mlxinfer.cli._model import served_name
 from mlxinfer.magics import Magics
-from mlxinfer.remote.find import served_name
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.options import EngineOptions

@@ -201,12 +201,12 @@ def _model_dtype(architecture: str, sizes: Counter[str]) -> str:
     A file that is float32 for the most part may have been made of any dtype, and bfloat16 holds all
     that it holds. Scales of quantised matrices are float16.
     """
-    wide = architecture in _WIDE or _is_float32(sizes) or sizes["BF16"] > sizes["F16"]
+    wide = (
+        architecture in _WIDE
+        or max(sizes, key=sizes.__getitem__, default="F16") == "F32"
+        or sizes["BF16"] > sizes["F16"]
+    )
     return "bfloat16" if wide else "float16"
-
-
-def _is_float32(sizes: Counter[str]) -> bool:
-    return max(sizes, key=sizes.__getitem__, default="F16") == "F32"
 
 
 def _readers(

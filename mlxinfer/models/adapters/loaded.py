@@ -419,13 +419,9 @@ def _replaced(item: object, replacement: Replacement, seen: set[int]) -> object:
     if id(item) in seen or not type(item).__module__.startswith("mlxinfer."):
         return item
     seen.add(id(item))
-    for name in _slots(type(item)):
+    for name in (n for kind in type(item).__mro__ for n in getattr(kind, "__slots__", ())):
         value = getattr(item, name)
         new = _replaced(value, replacement, seen)
         if new is not value:
             setattr(item, name, new)
     return item
-
-
-def _slots(kind: type) -> list[str]:
-    return [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]

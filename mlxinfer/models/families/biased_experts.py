@@ -1,6 +1,6 @@
 """Experts chosen by score plus bias, behind attention of other families.
 
-dots.llm1, Hy3, Trinity, K-EXAONE and ERNIE 4.5 with experts.
+dots.llm1, Hy3, Trinity, K-EXAONE, Kolibri 1 and ERNIE 4.5 with experts.
 """
 
 from dataclasses import replace
@@ -16,7 +16,8 @@ from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig
 from ..family import Family, HeadNorms, MTPForm, in_windows, root_of_width
 from ..jsonfields import Fields
-from .deepseek import PLAIN_ROUTING, V3Experts, shared_expert
+from .deepseek import PLAIN_ROUTING, V3Experts, biased_routing, shared_expert
+from .glm import Glm4
 from .llama import Ernie4_5
 from .olmo import Exaone4
 
@@ -131,6 +132,44 @@ class ExaoneMoE(V3Experts, Exaone4):
     block_norms = Family.block_norms
     keys = V3_KEYS
     names: ClassVar = {".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"}
+
+
+class Kolibri1(Exaone4):
+    """Kolibri 1: the attention of EXAONE 4 between norms, experts chosen by logits plus bias.
+
+    Every layer has experts, beside one that all tokens go to.
+    """
+
+    defaults: ClassVar = {
+        **PLAIN_ROUTING,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 513,
+        "sliding_window_pattern": 5,
+        "num_experts": 384,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "intermediate_size": 512,  # of no layer
+    }
+    mtp = None
+    dense_matrices = (".mlp.gate",)
+    block_norms = Glm4.block_norms
+    names: ClassVar = {  # published, and ours
+        ".moe.router.expert_bias": ".mlp.gate.e_score_correction_bias",
+        ".post_attn_norm.": ".post_self_attn_layernorm.",
+        ".post_ffn_norm.": ".post_mlp_layernorm.",
+    }
+
+    def mlp(self, index: int) -> FeedForward:
+        path = f"model.layers.{index}.mlp"
+        choice = biased_routing(self, path)
+        routing = replace(choice.routing, ranks_logits=True)
+        inner = self.config.fields.integer("shared_expert_intermediate_size", high=2**22)
+        shared = self.dense_mlp(f"{path}.shared_experts", inner)
+        return self.experts(path, ExpertChoice(routing, choice.bias), shared=shared)
 
 
 class Ernie4_5MoE(Ernie4_5):

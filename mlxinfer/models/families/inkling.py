@@ -16,7 +16,7 @@ from ...cache_specs import KVSpec, StateSpec
 from ...errors import CheckpointError
 from ...layers.block_residual import BlockLayer, BlockPlace, MessageGate, Messages, MixedBlocks
 from ...layers.linear import Projection
-from ...layers.mlp import FeedForward, Gated
+from ...layers.mlp import Gated
 from ...layers.norm import Norm
 from ...layers.relative_attention import ClippedHeads, LogScale, RelativeAttention
 from ...layers.residual_conv import ResidualConv
@@ -390,7 +390,7 @@ class Inkling2Loop(Family):
         query = f"model.attn_res.attn_queries.{stored - 1}"
         return {
             "attention": self._attention(index, f"{path}.attn"),
-            "mlp": self._mixture(f"{path}.mlp"),
+            "mlp": self.experts(f"{path}.mlp", biased_routing(self, f"{path}.mlp")),
             "messages": self._messages(path, stored),
             "convs": [
                 *(self._kv_conv(index, f"{path}.attn.{kind}_sconv") for kind in "kv"),
@@ -495,9 +495,6 @@ class Inkling2Loop(Family):
         return mx.concatenate([outer[:, :1], inner, outer[:, 1:]], axis=1)
 
     # -- experts --------------------------------------------------------------------------------
-
-    def _mixture(self, path: str) -> FeedForward:
-        return self.experts(path, biased_routing(self, path))
 
     @cached_property
     def activation(self) -> Gated:

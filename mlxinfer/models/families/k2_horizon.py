@@ -13,7 +13,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import AttentionArgs
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward, softplus
-from ...layers.moe import ExpertChoice, MoE, Routed
+from ...layers.moe import ExpertChoice, MoE
 from ...layers.norm import Norm
 from ...metal_kernels.routing import Routing
 from ..config import ModelConfig
@@ -48,11 +48,6 @@ class WithMixedValues(Projection):
         """x (T, hidden) -> (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
         y = mx.concatenate([self.qk_proj(x), self.values(x)], axis=-1)
         return y if residual is None else residual + y
-
-
-def _nothing_down(y: mx.array, routed: Routed) -> mx.array:
-    """Experts of values have one matrix; what follows the activation is the output."""
-    return y
 
 
 def silu(x: mx.array) -> mx.array:
@@ -182,7 +177,7 @@ class K2Horizon(Family):
             router=weights.linear(f"{path}.v_router", count, config.hidden_size),
             choose=self._choice(f"{path}.v_router", count, per_token, normalised=True),
             gate_up_proj=stack.expert_projection(),
-            down_proj=_nothing_down,
+            down_proj=lambda y, _: y,  # experts of values have one matrix
             activation=silu,
         )
 

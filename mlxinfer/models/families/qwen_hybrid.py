@@ -99,8 +99,8 @@ class Qwen3Next(Family):
         config, dim = self.config, self.config.head_dim
         path = f"model.layers.{index}.self_attn"
         q_proj = self._matrix(f"{path}.q_proj", 2 * config.num_heads * dim)
-        order = _by_kind(config.num_heads, [dim, dim])
-        queries, gates = (q_proj.reordered(half) for half in _halves(order))
+        order, middle = _by_kind(config.num_heads, [dim, dim]), config.num_heads * dim
+        queries, gates = (q_proj.reordered(half) for half in (order[:middle], order[middle:]))
         keys_values = [self._matrix(f"{path}.{n}_proj", config.num_kv_heads * dim) for n in "kv"]
         return fused([queries, *keys_values]), gates.projection()
 
@@ -222,7 +222,3 @@ def _by_kind(num_heads: int, widths: Sequence[int]) -> list[int]:
         for head in range(num_heads)
         for place in range(width)
     ]
-
-
-def _halves(order: list[int]) -> tuple[list[int], list[int]]:
-    return order[: len(order) // 2], order[len(order) // 2 :]

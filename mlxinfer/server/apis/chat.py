@@ -414,14 +414,13 @@ class ChatWriter:
         count = len(self.answers.answers)
         role = {"role": "assistant", "content": ""}
         yield b"".join(self._frame(_choice(i, delta=role)) for i in range(count))
-        async for frames in self.call.frames(self.answers, self.step_frames, self._idle):
+        async for frames in self.call.frames(
+            self.answers, self.step_frames, lambda: self._frame(_choice(0, delta={}))
+        ):
             yield frames
         if self.body.wants_usage:
             yield data(self._object(CHUNK, [], usage=self._usage()))
         yield DONE
-
-    def _idle(self) -> bytes:
-        return self._frame(_choice(0, delta={}))
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: none while its text is held back, two where the answer ends."""

@@ -178,15 +178,14 @@ class CompletionWriter:
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the pieces, the token counts if they were asked for, and [DONE]."""
-        async for frames in self._call.frames(self._answers, self.step_frames, self._idle):
+        async for frames in self._call.frames(
+            self._answers, self.step_frames, lambda: data(self._completion([_choice("", 0)]))
+        ):
             yield frames
         counts = self._usage()
         if self._body.wants_usage:
             yield data(self._completion([], usage=counts))
         yield DONE
-
-    def _idle(self) -> bytes:
-        return data(self._completion([_choice("", 0)]))
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: how far its prompt is, or the pieces of its choice."""

@@ -330,7 +330,9 @@ class ResponseWriter:
         for name in ("created", self.response["status"]):
             yield self._frame(name)
         try:
-            async for frames in self.call.frames(self.answers, self.step_frames, self._idle):
+            async for frames in self.call.frames(
+                self.answers, self.step_frames, lambda: self._frame(self.response["status"])
+            ):
                 yield frames
             last = b"".join(self.items.close(self._status))
             self._end()
@@ -340,9 +342,6 @@ class ResponseWriter:
             Exception
         ) as error:  # the fault boundary of a stream: it ends by an event of this API
             yield self._failed(error)
-
-    def _idle(self) -> bytes:
-        return self._frame(self.response["status"])
 
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         if self.response["status"] == "queued":

@@ -58,7 +58,7 @@ class Gemma(ToolFormat):
         if first == "{":
             yield from self._object(reader, emit, depth)
         elif first == "[":
-            yield from self._list(reader, emit, depth)
+            yield from copy_items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
         elif (yield from reader.accept(self._quote)):
             yield from self._string(reader, emit)
         else:
@@ -71,9 +71,6 @@ class Gemma(ToolFormat):
             yield from self._value(reader, emit, depth + 1)
 
         yield from copy_items(reader, emit, "}", member)
-
-    def _list(self, reader: TextReader, emit: Emit, depth: int) -> Parse[None]:
-        yield from copy_items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
 
     def _key(self, reader: TextReader, emit: Emit) -> Parse[None]:
         if (yield from reader.accept(self._quote)):

@@ -178,7 +178,7 @@ def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> N
     assert "2 texts" in refused(
         served, "/score", {"model": "judge", "text_1": ["w5", "w6"], "text_2": TEXTS}
     )
-    assert "side 2" in refused(served, "/score", {"model": "judge", "text_1": "w5"})
+    assert "text_2 is missing" in refused(served, "/score", {"model": "judge", "text_1": "w5"})
 
 
 def test_an_embedding_model_scores_by_similarity(served: PoolingServer) -> None:

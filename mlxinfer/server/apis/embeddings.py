@@ -33,8 +33,29 @@ INPUT_TYPES = {
 Truncate = Annotated[int, Meta(ge=-1)]  # tokens; -1: what the model reads
 
 
-class EmbeddingRequest(SharingBody, kw_only=True):
-    """Texts or token ids; fields behind `user` are vLLM's, TEI's and Cohere's."""
+class PoolingBody(SharingBody, kw_only=True):
+    """Fields of all requests here."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Truncate | None = None
+    truncate: bool | None = None
+    user: str | None = None
+
+    @property
+    def cut(self) -> int | bool:
+        """How texts that are too long are cut, as PoolingSession.embed takes it."""
+        tokens = self.truncate_prompt_tokens
+        if tokens is None:
+            return bool(self.truncate)
+        if tokens == 0:
+            raise InvalidRequestError.of(
+                "truncate_prompt_tokens", "is 0; expected a number of tokens, or -1."
+            )
+        return True if tokens == -1 else tokens
+
+
+class EmbeddingRequest(PoolingBody, kw_only=True):
+    """Texts or token ids; fields behind `dimensions` are TEI's and Cohere's."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
@@ -43,13 +64,9 @@ class EmbeddingRequest(SharingBody, kw_only=True):
         "messages": (),
     }
 
-    model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    user: str | None = None
-    truncate_prompt_tokens: Truncate | None = None
-    truncate: bool | None = None
     normalize: bool | None = None
     prompt_name: str | None = None  # which of the model's own prompts stands before the texts
     prompt: str | None = None  # a text that stands there instead
@@ -69,7 +86,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         prompt=body.prompt,
         dimensions=body.dimensions,
         normalize=body.normalize,
-        truncate=truncation(body.truncate_prompt_tokens, body.truncate),
+        truncate=body.cut,
     )
     num_tokens, vectors = await call.pool(model, lambda: model.pooler.read_texts(given))
 
@@ -85,17 +102,6 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         return {"object": "list", "data": data, "model": model.name, "usage": usage}
 
     return await call.in_worker(answer)
-
-
-def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
-    """How texts that are too long are cut, as PoolingSession.embed takes it."""
-    if tokens is None:
-        return bool(flag)
-    if tokens == 0:
-        raise InvalidRequestError.of(
-            "truncate_prompt_tokens", "is 0; expected a number of tokens, or -1."
-        )
-    return True if tokens == -1 else tokens
 
 
 def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:
@@ -123,7 +129,7 @@ class TextDocument(msgspec.Struct, kw_only=True):
 Texts = str | list[str | TextDocument]
 
 
-class RerankRequest(SharingBody, kw_only=True):
+class RerankRequest(PoolingBody, kw_only=True):
     """A query and documents; TEI calls the documents `texts`."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -132,32 +138,30 @@ class RerankRequest(SharingBody, kw_only=True):
     }
     aliases: ClassVar[Mapping[str, str]] = {"texts": "documents"}
 
-    model: str | None = None
     query: str
     documents: list[str | TextDocument] | None = None
     top_n: Annotated[int, Meta(ge=0)] | None = None  # 0: all
     return_documents: bool | None = None  # default true, as vLLM has it
     instruction: str | None = None
-    truncate_prompt_tokens: Truncate | None = None
-    truncate: bool | None = None
     max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None
-    user: str | None = None
 
 
-class ScoreRequest(SharingBody, kw_only=True):
+SIDES = ("text_1", "text_2")
+
+
+class ScoreRequest(PoolingBody, kw_only=True):
     """Texts of two sides: one goes with each of the other's. Names of vLLM, older and newer."""
 
-    model: str | None = None
+    aliases: ClassVar[Mapping[str, str]] = {
+        "queries": "text_1",
+        "data_1": "text_1",
+        "documents": "text_2",
+        "data_2": "text_2",
+    }
+
     text_1: Texts | None = None
     text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-    data_1: Texts | None = None
-    data_2: Texts | None = None
     instruction: str | None = None
-    truncate_prompt_tokens: Truncate | None = None
-    truncate: bool | None = None
-    user: str | None = None
 
 
 async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
@@ -170,11 +174,12 @@ async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
         raise InvalidRequestError(
             f"There are {len(documents)} documents; expected 1 to {MAX_PAIRS}.", param="documents"
         )
-    cut = truncation(body.truncate_prompt_tokens, body.truncate)
     texts, most = documents, body.max_tokens_per_doc
     if most is not None:
         texts = await call.in_worker(_shortened, model, documents, most)
-    given = ScoreInput(first=[body.query], second=texts, instruction=body.instruction, truncate=cut)
+    given = ScoreInput(
+        first=[body.query], second=texts, instruction=body.instruction, truncate=body.cut
+    )
     num_tokens, scores = await call.pool(model, lambda: model.pooler.read_pairs(given))
     shows = body.return_documents is not False
     usage = pooling_usage(num_tokens)
@@ -202,13 +207,9 @@ async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
 async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
     """How well texts go together, pair by pair."""
     model = await call.model(body.model)
-    one, other = _sides(body)
+    one, other = (_side(body, name) for name in SIDES)
     given = ScoreInput(
-        first=one,
-        second=other,
-        instruction=body.instruction,
-        truncate=truncation(body.truncate_prompt_tokens, body.truncate),
-        names=("text_1", "text_2"),
+        first=one, second=other, instruction=body.instruction, truncate=body.cut, names=SIDES
     )
     count = max(len(one), len(other))
     if count > MAX_PAIRS:
@@ -237,19 +238,11 @@ def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]
     ]
 
 
-def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
-    named = ((body.text_1, body.queries, body.data_1), (body.text_2, body.documents, body.data_2))
-    sides = []
-    for index, given in enumerate(named):
-        sent = [side for side in given if side is not None]
-        if len(sent) != 1:
-            raise InvalidRequestError(
-                f"Send text_1 and text_2 (or queries and documents); of side {index + 1} there are "
-                f"{len(sent)}.",
-                param=f"text_{index + 1}",
-            )
-        sides.append([sent[0]] if isinstance(sent[0], str) else _texts(sent[0]))
-    return sides[0], sides[1]
+def _side(body: ScoreRequest, name: str) -> list[str]:
+    given: Texts | None = getattr(body, name)
+    if given is None:
+        raise InvalidRequestError.of(name, "is missing, and is required.")
+    return [given] if isinstance(given, str) else _texts(given)
 
 
 def _texts(given: list[str | TextDocument]) -> list[str]:

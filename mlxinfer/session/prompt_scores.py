@@ -20,7 +20,6 @@ class PromptScores:
 
     Attributes:
         scores: of each token; None: of the first.
-        ranks: place of each token among all at its position, from 1.
     """
 
     def __init__(self, prompt_ids: Sequence[int], num_top: int) -> None:
@@ -28,7 +27,6 @@ class PromptScores:
         self._num_top = num_top
         self._num_rows = 0
         self.scores: list[TokenLogprobs | None] = [None]
-        self.ranks: list[int | None] = [None]
 
     def watched(self, listener: Callable[[TokenEvent], None]) -> Callable[[TokenEvent], None]:
         def watch(event: TokenEvent) -> None:
@@ -54,7 +52,6 @@ class PromptScores:
             scores -= np.log(np.exp(scores).sum())
             top = tuple((int(i), float(scores[i])) for i in _largest(scores, self._num_top))
             self.scores.append(TokenLogprobs(float(scores[target]), top))
-            self.ranks.append(1 + int((scores > scores[target]).sum()))
 
 
 def _largest(scores: "NDArray[np.float32]", count: int) -> "list[int]":

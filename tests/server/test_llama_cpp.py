@@ -69,23 +69,6 @@ def test_probabilities_equal_completions(server: LiveServer, prompts: str | list
         assert [len(row["top_logprobs"]) for row in streamed] == [3] * len(rows)
 
 
-def test_scores_of_a_prompt_are_those_of_its_echo(server: LiveServer) -> None:
-    body = {"prompt": TEXT, "max_tokens": 1, "temperature": 0}
-    echoed = server.post("/v1/completions", {**body, "echo": True, "logprobs": 1}).json()
-    expected = echoed["choices"][0]["logprobs"]["token_logprobs"]
-    (choice,) = server.post("/v1/completions", {**body, "prompt_logprobs": 1}).json()["choices"]
-    first, *rows = choice["prompt_logprobs"]
-    ids = server.post("/tokenize", {"prompt": TEXT}).json()["tokens"]
-    assert first is None
-    for token_id, row, logprob in zip(ids[1:], rows, expected[1:], strict=False):
-        score = row[str(token_id)]
-        assert score["logprob"] == pytest.approx(logprob, abs=1e-4)
-        assert (score["rank"] == 1) == (len(row) == 1)
-        assert {entry["rank"] for entry in row.values()} >= {1}
-    said = server.post(CHAT, chat("Hello", max_tokens=1, prompt_logprobs=0)).json()
-    assert len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
-
-
 @pytest.mark.parametrize("field", ["grammar", "ebnf", "guided_grammar"])
 def test_a_grammar_of_llama_cpp_binds_the_answer(server: LiveServer, field: str) -> None:
     grammar = 'root ::= word ("-" word){2}\nword ::= "ab" | "cd"\n'

@@ -51,7 +51,6 @@ from .usage import (
     logprob_of,
     logprobs_of,
     progress_of,
-    prompt_logprobs_of,
     reuse_details,
     timings_of,
     usage_of,
@@ -195,7 +194,6 @@ class ChatRequest(ConstraintFields, kw_only=True):
 
     def resolve(self) -> None:
         """Give other servers' switches of reasoning to the chat template."""
-        super().resolve()
         switch = self.reasoning or ReasoningSwitch()
         refuse("reasoning.exclude", switch.exclude, (False,))
         thinking = self.thinking
@@ -338,7 +336,6 @@ def read(body: ChatRequest, model: ServedModel, tools: DeclaredTools) -> ChatInp
         cache_salt=body.cache_salt,
         id_slot=body.id_slot,
         reports_prompt=body.wants_progress,
-        prompt_logprobs=body.prompt_logprobs,
         template_variables=kwargs,
         ignores_unread=True,
         reasoning_effort=body.reasoning_effort,
@@ -378,12 +375,7 @@ class ChatWriter:
         """The answer to a request without `stream`."""
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         timings = {"timings": choices[0]["timings"]} if self.body.wants_timings else {}
-        scored: Plain = {}
-        if self.body.prompt_logprobs is not None:
-            answer = self.answers.answers[0]
-            scored["prompt_logprobs"] = prompt_logprobs_of(self.model.tokenizer, answer)
-        usage = self._usage()
-        return self._object("chat.completion", choices, usage=usage, **timings, **scored)
+        return self._object("chat.completion", choices, usage=self._usage(), **timings)
 
     def _choice(self, index: int, result: Result) -> Plain:
         message: Plain = {

@@ -15,15 +15,7 @@ from ..http import DONE, Events, Plain, data, refuse
 from ..slots import ServedModel
 from .sampling import BUDGETS, REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .tools import Prompts, texts_of
-from .usage import (
-    FINGERPRINT,
-    LogprobsWriter,
-    progress_of,
-    prompt_logprobs_of,
-    reuse_details,
-    timings_of,
-    usage_of,
-)
+from .usage import FINGERPRINT, LogprobsWriter, progress_of, reuse_details, timings_of, usage_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
@@ -42,13 +34,10 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     suffix: str | None = None  # the text after the gap that the model fills
 
     def resolve(self) -> None:
-        super().resolve()
         if self.suffix:
             refuse("echo", self.echo, (False,))
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequestError.of("max_tokens", "is 0; that goes with echo: true.")
-        if self.prompt_logprobs is not None and self.echo and self.logprobs is not None:
-            raise InvalidRequestError.of("prompt_logprobs", "excludes echo with logprobs.")
 
     @property
     def num_tokens(self) -> int | None:
@@ -79,7 +68,7 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
             constraint=form,
             cache_salt=body.cache_salt,
             id_slot=body.id_slot,
-            prompt_logprobs=body.logprobs if body.echo else body.prompt_logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
             reasons=False,
             reports_prompt=body.wants_progress,
             place=place,
@@ -171,9 +160,6 @@ class CompletionWriter:
             for step in steps:
                 pieces[step.index] += self._writers[step.index].write(step)
         choices = [merged(choice_pieces) for choice_pieces in pieces]
-        for choice, answer in zip(choices, self._answers.answers, strict=True):
-            if self._body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs_of(self._model.tokenizer, answer)
         return self._completion(choices, usage=self._usage())
 
     async def frames(self) -> AsyncIterator[bytes]:

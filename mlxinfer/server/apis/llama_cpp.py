@@ -46,7 +46,6 @@ class LlamaRequest(ConstraintFields, kw_only=True):
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **{name: neutral for name, neutral in REFUSED.items() if name not in READ_HERE},
-        "prompt_logprobs": (),
         "n": (1,),
         "logprobs": (False, 0),
         "top_logprobs": (0,),
@@ -56,7 +55,6 @@ class LlamaRequest(ConstraintFields, kw_only=True):
     n_probs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # 0: none are scored
 
     def resolve(self) -> None:
-        super().resolve()
         if not SAMPLERS.issuperset(self.samplers or ()):
             refuse("samplers", self.samplers)
 

@@ -12,7 +12,7 @@ import msgspec
 import msgspec.structs
 from msgspec import Meta
 
-from ...core import BOUNDED, MAX_LOGPROBS, SamplingParams
+from ...core import BOUNDED, SamplingParams
 from ...errors import InvalidRequestError, UnsupportedFieldError, check_int
 from ...grammar import GrammarSpec, response_format, spec
 from ...grammar.schema import MAX_BYTES
@@ -44,7 +44,7 @@ Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 
 # Fields of OpenAI, vLLM, SGLang, llama.cpp and mlx-lm -> values that ask for what happens anyway.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("allowed_token_ids", "prompt_embeds"), ()),
+    **dict.fromkeys(("allowed_token_ids", "prompt_embeds", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "adapters", "draft_model", "lora_request"), ()),
     **dict.fromkeys(("bad_words", "logits_processors", "samplers", "sampler_priority"), ([],)),
     "lora": ([],),
@@ -165,13 +165,6 @@ class SamplingFields(SamplerFields, kw_only=True):
     timings_per_token: bool | None = None  # llama.cpp's name
     return_progress: bool | None = None  # of llama.cpp: streams say how far the prompt is
     return_token_ids: bool | None = None  # answers have the ids of their tokens, as vLLM's
-
-    # of vLLM: scores of the prompt's tokens, and so many of the most probable ones at each
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    def resolve(self) -> None:
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequestError.of("prompt_logprobs", "goes with answers in one piece.")
 
     @property
     def wants_timings(self) -> bool:

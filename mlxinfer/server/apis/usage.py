@@ -105,30 +105,6 @@ def _entry(tokenizer: Tokenizer, token_id: int, score: TokenLogprobs) -> Plain:
     return {**scored(token_id, score.logprob), "top_logprobs": top}
 
 
-def prompt_logprobs_of(tokenizer: Tokenizer, answer: Answer) -> list[Plain | None]:
-    """The scores of a prompt's tokens as vLLM writes them: by token id, null for the first."""
-    scores, ids = answer.prompt_scores, answer.prompt.ids
-    assert scores is not None
-    rows: list[Plain | None] = []
-    for token_id, score, rank in zip(ids, scores.scores, scores.ranks, strict=True):
-        if score is None:
-            rows.append(None)
-            continue
-        ranked = {i: (logprob, place) for place, (i, logprob) in enumerate(score.top, 1)}
-        ranked.setdefault(token_id, (score.logprob, rank or 0))
-        rows.append(
-            {
-                str(i): {
-                    "logprob": _finite(logprob),
-                    "rank": place,
-                    "decoded_token": tokenizer.token_bytes(i).decode(errors="replace"),
-                }
-                for i, (logprob, place) in ranked.items()
-            }
-        )
-    return rows
-
-
 def _finite(logprob: float) -> float:
     return max(logprob, LEAST)
 

@@ -66,9 +66,7 @@ EXAMPLES: dict[tuple[str, str], tuple[Example, ...]] = {
     ("POST", "/v1/completions"): (Example({**TEXT, "max_tokens": 8}),),
     ("POST", "/completion"): (Example({**TEXT, "n_predict": 8}),),
     ("POST", "/infill"): (Example({"input_prefix": "def f():\n", "input_suffix": "\nf()"}),),
-    ("POST", "/apply-template"): (Example({"messages": HELLO}),),
     ("GET", "/props"): (Example(),),
-    ("GET", "/slots"): (Example(),),
     ("POST", "/v1/responses"): (
         Example(
             {"input": "Count", "background": True, "max_output_tokens": 16},

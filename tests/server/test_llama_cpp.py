@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 from live_server import CHAT, LiveServer, chat
 
-from tests.waiting import wait_until
-
 TEXT = "The KV cache holds"
 GREEDY: dict[str, Any] = {"prompt": TEXT, "n_predict": 4, "temperature": 0}
 
@@ -21,28 +19,6 @@ def test_the_server_and_its_model_are_told(server: LiveServer) -> None:
     assert props["eos_token"] == "<|im_end|>"
     assert props["total_slots"] == 16
     assert server.get("/props?model=none").status_code == 404
-
-
-def test_slots_are_taken_by_requests_that_run(server: LiveServer) -> None:
-    def taken() -> int:
-        slots = server.get("/slots").json()
-        assert [slot["id"] for slot in slots] == list(range(16))
-        return sum(slot["is_processing"] for slot in slots)
-
-    assert taken() == 0
-    with server.stream(CHAT, chat(max_tokens=1500, ignore_eos=True)):
-        wait_until(lambda: taken() == 1)
-
-
-def test_a_rendered_conversation_has_the_tokens_of_the_conversation(server: LiveServer) -> None:
-    request = chat("Grüße\n  <b>")
-    prompt = server.post("/apply-template", request).json()["prompt"]
-    assert prompt.endswith("assistant\n")
-    plain, rendered = (
-        server.post("/tokenize", body).json()["tokens"]
-        for body in ({"messages": request["messages"]}, {"prompt": prompt})
-    )
-    assert plain == rendered
 
 
 @pytest.mark.parametrize("prompts", [TEXT, [TEXT, "Hello"]])

@@ -1,4 +1,4 @@
-"""llama.cpp's own paths: texts and gaps to fill, chat templates, and what its clients ask first.
+"""llama.cpp's own paths: texts and gaps to fill, and what its clients ask first.
 
 Source of the forms: tools/server/README.md (ggml-org/llama.cpp).
 """
@@ -13,15 +13,12 @@ from ...core import MAX_LOGPROBS, FinishReason, TokenLogprobs
 from ...session.answers import Answer, AnswerStep
 from ...session.inputs import TextInput
 from ..call import Call
-from ..errors import HttpError
 from ..http import Events, Plain, data, refuse
 from ..slots import ServedModel
-from .chat import ChatRequest, pdfs_of, read
 from .completions import MAX_PROMPTS
-from .documents import read_pdfs
 from .models import SAMPLING
 from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
-from .tools import DeclaredTools, Prompts, texts_of
+from .tools import Prompts, texts_of
 from .usage import FINGERPRINT, logprob_of, logprobs_of, progress_of, reuse_details, timings_of
 
 INFILL_MAX_TOKENS = 128
@@ -182,17 +179,11 @@ def _end(answer: Answer, index: int, text: str, model: str) -> Plain:
 # -- what a client asks before it sends a prompt ------------------------------------------------
 
 
-async def apply_template(call: Call, body: ChatRequest) -> Plain:
-    """The prompt that the chat template makes of a conversation, without an answer."""
-    model = await call.model(body.model)
-    await read_pdfs(call, pdfs_of(body.messages))
-    ids = await call.encode(model, lambda: read(body, model, DeclaredTools()))
-    return {"prompt": model.tokenizer.decode(ids, skip_special_tokens=False)}
-
-
 async def props(call: Call) -> Plain:
     """The model of the query, or the default one: its context, sampling, template and tokens."""
-    model = await _generating(call)
+    model = await call.model(call.query.get("model"))
+    if "completion" not in model.session.capabilities:
+        model.session.refuse("props")
     tokenizer, limits = model.tokenizer, model.session.limits
     template = "" if tokenizer.template is None else tokenizer.template.source_for(None)
     params = {name: getattr(model.defaults, name) for name in SAMPLING}
@@ -206,22 +197,3 @@ async def props(call: Call) -> Plain:
         **{name: tokenizer.named_tokens.get(name, "") for name in ("bos_token", "eos_token")},
         "build_info": FINGERPRINT,
     }
-
-
-async def list_slots(call: Call) -> Any:
-    """A row for each request that may run at once; with ?fail_on_no_slot=1 a 503 if all do."""
-    model = await _generating(call)
-    limits, stats = model.session.limits, await call.in_worker(model.session.engine.stats)
-    if call.query.get("fail_on_no_slot") and stats["running"] >= limits.max_batch:
-        raise HttpError("overloaded", "As many requests run as may run at once.")
-    return [
-        {"id": number, "n_ctx": limits.max_context, "is_processing": number < stats["running"]}
-        for number in range(limits.max_batch)
-    ]
-
-
-async def _generating(call: Call) -> ServedModel:
-    model = await call.model(call.query.get("model"))
-    if "completion" not in model.session.capabilities:
-        model.session.refuse("slots")
-    return model

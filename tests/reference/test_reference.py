@@ -100,7 +100,7 @@ def test_a_server_replies_what_the_page_shows(tmp_path: Path) -> None:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
             whole = {**schema, "components": schemas["components"]}
             jsonschema_rs.validator_for(whole).validate(exchange.body)
-    assert num_replies > 50
+    assert num_replies > 45
 
 
 @pytest.mark.ci

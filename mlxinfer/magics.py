@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from .cli._model import default_model, open_llm
+from .cli._open import default_model, open_llm
 from .errors import InvalidRequestError
 from .llm import LLM
 

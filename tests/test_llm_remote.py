@@ -31,7 +31,7 @@ from mlxinfer import (
     Result,
     SamplingParams,
 )
-from mlxinfer.cli._model import first_name
+from mlxinfer.cli._open import first_name
 from mlxinfer.errors import ServerError
 from mlxinfer.remote.answer import RemoteAnswer
 from mlxinfer.remote.session import KEEP_ALIVE, connect

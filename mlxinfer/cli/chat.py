@@ -19,7 +19,7 @@ from ..outputs import Delta, ToolCall
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
 from ._markdown import WaitingLine, until_first_word
-from ._model import ADAPTER, default_model, open_llm
+from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
     adapter_option,

@@ -196,7 +196,7 @@ def demo_model() -> Check:
 
 def generation() -> Check:
     from ..core import SamplingParams
-    from ._model import open_llm
+    from ._open import open_llm
 
     with open_llm("demo", local=True, max_memory="1GB") as llm:
         result = llm.generate("Once", SamplingParams(max_tokens=8, ignore_eos=True))

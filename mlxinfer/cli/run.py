@@ -16,7 +16,8 @@ from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
 from ..progress import Watch
 from ._markdown import WaitingLine, until_first_word
-from ._model import ADAPTER, default_model, fetch, open_llm
+from ._model import fetch
+from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
     adapter_option,

@@ -30,7 +30,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
         llm.opened.append((name, arguments | ({"adapter": adapter} if adapter else {})))
         return llm
 
-    for module in ("run", "chat", "_model"):
+    for module in ("run", "chat", "_open"):
         monkeypatch.setattr(f"mlxinfer.cli.{module}.open_llm", open_fake, raising=True)
     return llm
 

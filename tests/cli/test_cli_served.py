@@ -16,8 +16,8 @@ from live_server import LiveServer, in_no_hurry, models_of
 from PIL import Image
 
 from mlxinfer import InvalidRequestError, hub
-from mlxinfer.cli import _model
-from mlxinfer.cli._model import served_name
+from mlxinfer.cli import _open
+from mlxinfer.cli._open import served_name
 from mlxinfer.magics import Magics
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.slots import ServedModel
@@ -223,7 +223,7 @@ def test_a_model_is_found_by_its_repository_and_its_folder(
 
 def test_a_lost_server_is_one_sentence(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveServer() as running:
-        monkeypatch.setattr(_model, "_served", lambda _: (running.url, "demo"))
+        monkeypatch.setattr(_open, "_served", lambda _: (running.url, "demo"))
         emitted = running.model.session.engine._loop._emit
 
         def cut(events: list[Any]) -> None:

@@ -27,7 +27,7 @@ PROPORTIONAL = 0.001  # weight of "no rows take no time", for the first measurem
 TRIED_EVERY = 8  # steps of one with more rows, so that it is seen what rows cost
 TIMED_EVERY = 16  # steps of one without prompts, for the same reason
 MOST = 1.5  # times its equal share that a tenant waits for its tokens
-PLANNED = 0.85  # of a slice: some steps take longer than the ones before said
+PLANNED = 0.85  # of what a step may take: some take longer than the ones before said
 
 
 class DecodeTimes:
@@ -139,7 +139,7 @@ class DecodeRows:
             limit = min(limit, self.times.rows_in(most_s))
         for tenant, prompts_s in prefilling.items():
             if tenant not in counts:  # its part of the step is left for its prompts
-                equal_s = weight / tenant.weight * (self.times.of(0) + prompts_s)
+                equal_s = PLANNED * weight / tenant.weight * (self.times.of(0) + prompts_s)
                 part_s = self._slice_s * tenant.weight / weight
                 most_s = min(self._slice_s - part_s, equal_s - prompts_s)
                 limit = min(limit, self.times.rows_in(most_s))
@@ -203,6 +203,6 @@ class DecodeRows:
                 most_s = min(most_s, MOST * equal_s)
         for tenant, prompts_s in prefilling.items():
             if tenant not in counts:
-                equal_s = weight / tenant.weight * (shared_s + prompts_s)
+                equal_s = PLANNED * weight / tenant.weight * (shared_s + prompts_s)
                 most_s = min(most_s, max(equal_s, rows_s + prompts_s))
         return PromptRoom(counts.keys(), rows_s, most_s, shared_s)

@@ -4,8 +4,8 @@ A server with two keys, each of one half. The light key streams an answer, waits
 again: on the idle server, beside one stream of the heavy key, beside 64 of its clients that hang up
 in 30 % of requests (chats, prompts, grammars, PDFs, pictures), beside a queue that it fills, and
 beside floods of one kind. With the key of the heavy clients, the same shows what there would be
-without shares. The heavy clients are a process of their own: `python -m benchmarks.fair PORT SCENE`.
-Clients are usually on other machines, so this process leaves the cores to the server (`nice`).
+without shares. The heavy clients are a process: `python -m benchmarks.fair PORT SCENE`. Clients
+are usually on other machines, so this process leaves the cores to the server (`nice`).
 """
 
 import asyncio

@@ -206,8 +206,9 @@ def _growth(spec: dict[str, Any] | None) -> float:
 def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
     ids: list[int]
     with encoding_failures():
-        if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` would hold the GIL
-            ids = backend.encode_batch([text], add_special_tokens=special)[0].ids
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            # `encode` would hold the GIL, and offsets hold it while they are freed.
+            ids = backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         else:
             ids = backend.encode(text, add_special_tokens=special).ids
     return ids

@@ -90,7 +90,7 @@ class Follower:
             form=self._form,
             load=self._load,
             assemble=self._assemble,
-            commit=lambda num_kept: self._running.take_back(num_kept),
+            commit=self._commit,  # types of arguments are read from the methods
             reset=self._reset,
             leave_out=self._leave_out,
             release=self._release,
@@ -237,6 +237,10 @@ class Follower:
         arrays = [*logits, *computed.prompt_logits, *computed.unsampled, *computed.outputs]
         mx.async_eval(arrays)
         self._in_flight = _InFlight(computed, arrays)
+
+    def _commit(self, num_kept: dict[int, int]) -> None:
+        """Keep so many tokens of a step with proposals, see `Forward.take_back`."""
+        self._running.take_back(num_kept)
 
     def _reset(self) -> None:
         self._in_flight = None

@@ -85,19 +85,19 @@ class PooledSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class EntrySpec:
-    """Entries of which one stands for a block of tokens in attention, see `EntryLayer`.
+class CompressedSpec:
+    """Compressed vectors: one stands for a block of tokens in attention, see `CompressedLayer`.
 
-    Blocks: see `PooledSpec`. An entry is key and value in one vector. A sequence can be cut
+    Blocks: see `PooledSpec`. A vector is key and value in one. A sequence can be cut
     where a number of tokens ends that is a multiple of `unit`.
     """
 
-    dim: int  # numbers of an entry, a multiple of `ratio`
+    dim: int  # numbers of a vector, a multiple of `ratio`
     raw_dim: int  # numbers that a token brings to its block
     ratio: int
     unit: int  # tokens, a multiple of `ratio`
-    index_dim: int = 0  # numbers of the key by which an entry ranks; 0: all entries are seen
-    num_ranked: int = 0  # entries that a token sees, those of the highest rank
+    index_dim: int = 0  # numbers of the key by which a vector ranks; 0: all are seen
+    num_ranked: int = 0  # vectors that a token sees, those of the highest rank
     carried: int = 0  # of what a token brings, the first numbers, which the next block needs too
     rope_axes: ClassVar[int] = 1
     window: ClassVar[None] = None
@@ -106,7 +106,7 @@ class EntrySpec:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Numbers that pages have for each token: of its block's index key, of its entry, and of
+        """Numbers that pages have for each token: of its block's index key, of its vector, and of
         what the next block needs of the last one before a place where a sequence can be cut."""
         parts = self.index_dim // self.ratio, self.dim // self.ratio
         return *parts, self.carried * self.ratio // self.unit
@@ -169,6 +169,6 @@ class OwnCacheSpec:
     unit: ClassVar[int] = 1
 
 
-IndexSpec = PooledSpec | EntrySpec | BlockSpec  # what chooses the tokens that a layer sees
+IndexSpec = PooledSpec | CompressedSpec | BlockSpec  # what chooses the tokens that a layer sees
 PagedSpec = KVSpec | LatentSpec | IndexSpec  # what lies in pages, for each token
 CacheSpec = PagedSpec | StateSpec | OwnCacheSpec

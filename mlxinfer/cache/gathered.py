@@ -253,13 +253,13 @@ def _window_pages(short: Segments, group: PageGroup, positions: Ints) -> tuple[m
 
 
 def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
-    """(B, n) rows, each padded with its own last entry, and which entries are real.
+    """(B, n) rows, each padded with its own last number, and which numbers are real.
 
     Its own: what another sequence has computed must not reach this one, not even times zero.
     """
-    entries, lengths = joined(rows)
+    numbers, lengths = joined(rows)
     assert lengths.all()
     first = np.cumsum(lengths) - lengths
     places = np.arange(lengths.max())
     last = lengths[:, None] - 1
-    return entries[first[:, None] + np.minimum(places, last)], places <= last
+    return numbers[first[:, None] + np.minimum(places, last)], places <= last

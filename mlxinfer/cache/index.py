@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from ..cache_specs import BlockSpec, EntrySpec, PooledSpec
+from ..cache_specs import BlockSpec, CompressedSpec, PooledSpec
 from ..config import KVOptions
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
@@ -47,7 +47,7 @@ class IndexLayer(PagedLayer):
 
     @staticmethod
     def check(
-        spec: PooledSpec | EntrySpec | BlockSpec, formats: Formats, *, key_bias: bool
+        spec: PooledSpec | CompressedSpec | BlockSpec, formats: Formats, *, key_bias: bool
     ) -> None:
         """Nothing to check: the format of keys and values does not change an index."""
 

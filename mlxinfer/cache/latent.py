@@ -325,7 +325,7 @@ class RankedLayer(LatentLayer):
 def ranked(
     queries: mx.array, weights: mx.array, keys: mx.array, visible: mx.array, count: int
 ) -> mx.array:
-    """(n, S) whether an entry is among the `count` best of those that are visible.
+    """(n, S) whether a key is among the `count` best of those that are visible.
 
     Args:
         queries: (n, Hi, di).
@@ -342,7 +342,7 @@ def ranked(
 
 
 def best(ranks: mx.array, visible: mx.array, count: int) -> mx.array:
-    """(..., S) whether an entry is among the `count` visible ones of the highest ranks (..., S).
+    """(..., S) whether a token or block is among the `count` visible ones of the highest ranks.
 
     Of equal ranks the earlier counts.
     """

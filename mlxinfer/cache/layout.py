@@ -12,7 +12,7 @@ import mlx.core as mx
 from ..cache_specs import (
     BlockSpec,
     CacheSpec,
-    EntrySpec,
+    CompressedSpec,
     KVSpec,
     LatentSpec,
     OwnCacheSpec,
@@ -24,7 +24,7 @@ from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
 from ..metal_kernels.variants import ANY_ROWS, Fastest, KernelUse, ReadyFor, Variant
-from .entries import EntryLayer
+from .compressed import CompressedLayer
 from .index import BlockLayer
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
@@ -38,7 +38,7 @@ LAYERS: dict[type, Any] = {
     KVSpec: KeyValueLayer,
     LatentSpec: LatentLayer,
     PooledSpec: PooledLayer,
-    EntrySpec: EntryLayer,
+    CompressedSpec: CompressedLayer,
     BlockSpec: BlockLayer,
     StateSpec: StateLayer,
     OwnCacheSpec: OwnCaches,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ..cache_specs import EntrySpec, PooledSpec
+from ..cache_specs import CompressedSpec, PooledSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.stored import KVFormat, Runs
 from .chunks import cut_runs
@@ -58,7 +58,7 @@ class BlocksLayer(IndexLayer):
         widths: see `PooledFormat`.
     """
 
-    spec: PooledSpec | EntrySpec
+    spec: PooledSpec | CompressedSpec
     whole_pages = True
 
     def __init__(self, spec: Any, dtype: mx.Dtype, widths: Sequence[int]) -> None:
@@ -169,9 +169,9 @@ class BlocksLayer(IndexLayer):
         slots, offsets, targets, before = last
         block = offsets[:, None] - mx.arange(ratio)[::-1]  # (N, r)
         raw, axes = self._read_tail(slots[:, None], block)
-        entries = self._of_sealed(last, raw, axes[:, 0])
+        vectors = self._of_sealed(last, raw, axes[:, 0])
         places = (targets[:, None] - mx.arange(ratio)[::-1]).flatten()
-        for i, blocks in enumerate(entries):
+        for i, blocks in enumerate(vectors):
             pages[i][0, places] = blocks.reshape(len(places), -1)
 
     # -- vectors of blocks ----------------------------------------------------------------------

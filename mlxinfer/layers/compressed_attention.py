@@ -1,8 +1,8 @@
-"""Attention to a window of tokens, and to entries that stand for blocks of tokens.
+"""Attention to a window of tokens, and to compressed vectors that stand for blocks of tokens.
 
 T = tokens of the step, D = numbers of a vector, which is key and value in one, H = query heads,
 r = tokens of a block, N = blocks. Source: transformers' DeepSeek V4: compressed sparse attention
-(CSA), whose entries overlap and are chosen by an index, and heavily compressed attention (HCA).
+(CSA), whose blocks overlap and are chosen by an index, and heavily compressed attention (HCA).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..cache_specs import EntrySpec, KVSpec
+from ..cache_specs import CompressedSpec, KVSpec
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import AttentionShape, Mixer
@@ -41,7 +41,7 @@ class CompressedAttention(AttentionShape, Mixer):
     softmax: Softmax  # with sinks
     rope: FusedRope  # of queries and vectors
     back: FusedRope = field(init=False)  # turns outputs back
-    compressor: "Compressor | None"  # of the entries; None: tokens see the window alone
+    compressor: "Compressor | None"  # of the compressed vectors; None: tokens see the window alone
 
     def __post_init__(self) -> None:
         assert self.softmax.sinks is not None
@@ -88,8 +88,8 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class EntryIndex:
-    """The queries that rank entries."""
+class CompressedIndex:
+    """The queries that rank compressed vectors."""
 
     q_proj: Projection  # compressed queries (T, q_lora_rank) -> (T, Hi * d)
     weights_proj: Projection  # (T, hidden) -> (T, Hi), a weight of each head
@@ -105,23 +105,23 @@ class EntryIndex:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Compressor(Mixer):
-    """Projects tokens to their parts of a block's entry, and pools these parts to entries.
+    """Projects tokens to their parts of a block's vectors, and pools these parts.
 
-    The part of a token has, for each vector of an entry, numbers and a gate for each number. Where
+    The part of a token has, for each of these vectors, numbers and a gate for each number. Where
     blocks overlap, a token has two parts: one for the next block, then one for its own block.
     """
 
     proj: Projection  # (T, hidden) -> (T, raw), in any order
     order: mx.array | None  # (raw,) the place of each number of a token's part in that output
-    series: Sequence[Series]  # of the index key, where there is one, and of the entry
-    index: EntryIndex | None  # None: every entry is seen
-    spec: EntrySpec  # what the cache keeps
+    series: Sequence[Series]  # of the index key, where there is one, and of the vector
+    index: CompressedIndex | None  # None: every vector is seen
+    spec: CompressedSpec  # what the cache keeps
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         return []
 
     def __call__(self, x: mx.array, step: Step, compressed: mx.array | None = None) -> Any:
-        """The entries that tokens of x (T, hidden) see: the result of `EntryLayer.choose`.
+        """The vectors that tokens of x (T, hidden) see: the result of `CompressedLayer.choose`.
 
         `compressed`: the queries' compressed form (T, q_lora_rank), which an index reads.
         """

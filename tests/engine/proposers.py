@@ -15,7 +15,14 @@ from models.tiny import tiny_config
 from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mtp_checkpoint
 from speculation.head_names import MTP_CASES
 
-from mlxinfer.cache_specs import BlockSpec, CacheSpec, EntrySpec, KVSpec, LatentSpec, PooledSpec
+from mlxinfer.cache_specs import (
+    BlockSpec,
+    CacheSpec,
+    CompressedSpec,
+    KVSpec,
+    LatentSpec,
+    PooledSpec,
+)
 from mlxinfer.config import EngineConfig, KVOptions
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.proposals import Proposal, Proposer
@@ -58,7 +65,7 @@ class RandomDepths(Controller):
 def takes_no_window(spec: CacheSpec) -> bool:
     """Whether a layer chooses what it sees among all tokens, or weighs tokens by distance."""
     return (
-        isinstance(spec, PooledSpec | EntrySpec | BlockSpec)
+        isinstance(spec, PooledSpec | CompressedSpec | BlockSpec)
         or (isinstance(spec, LatentSpec) and bool(spec.index_dim))
         or (isinstance(spec, KVSpec) and spec.relative)
     )

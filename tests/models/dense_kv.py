@@ -14,7 +14,7 @@ import numpy as np
 from mlxinfer.cache_specs import (
     BlockSpec,
     CacheSpec,
-    EntrySpec,
+    CompressedSpec,
     KVSpec,
     LatentSpec,
     PooledSpec,
@@ -96,7 +96,7 @@ class DenseLayerKV(DenseLayer):
     def _over_chosen(self, queries, past, seen, softmax):
         """`seen`: of each query, the tokens that each of some groups of heads sees.
 
-        Or the entries (E, D) that it sees beside its window.
+        Or the compressed vectors (E, D) that it sees beside its window.
         """
         attended, given = [], softmax._asdict()
         for last, (query, groups) in enumerate(
@@ -206,26 +206,26 @@ class DensePooledCache(DenseLayer):
         return seen
 
 
-class DenseEntryCache(DenseLayer):
-    """What all tokens of a sequence bring to entries, and the entries that each of a step sees."""
+class DenseCompressedCache(DenseLayer):
+    """What all tokens of a sequence bring to blocks, and the vectors that each of a step sees."""
 
     def choose(self, queries, weights, raw, positions):
         assert raw.shape[1] == self.spec.raw_dim
         seen = []
         for _, rows, (whole,) in self.taking_in(raw):
-            keys, entries = self._blocks(whole)
+            keys, vectors = self._blocks(whole)
             for row in range(rows.start, rows.stop):
                 num = (len(whole) - (rows.stop - row) + 1) // self.spec.ratio
                 if queries is None or not num:
-                    seen.append(entries[:num])
+                    seen.append(vectors[:num])
                     continue
                 scores = np.maximum(np.array(queries[row]) @ keys[:num].T, 0)
                 best = highest(np.array(weights[row]) @ scores, self.spec.num_ranked)
-                seen.append(entries[mx.array(best)])
+                seen.append(vectors[mx.array(best)])
         return seen
 
     def _blocks(self, whole):
-        """Index keys and entries, one block after the other by itself."""
+        """Index keys and compressed vectors, one block after the other by itself."""
         spec, blocks = self.spec, []
         for stop in range(spec.ratio, len(whole) + 1, spec.ratio):
             first = stop - spec.ratio
@@ -289,7 +289,7 @@ class DenseStateCache(DenseLayer):
 
 KINDS = {
     PooledSpec: DensePooledCache,
-    EntrySpec: DenseEntryCache,
+    CompressedSpec: DenseCompressedCache,
     BlockSpec: DenseBlockCache,
     StateSpec: DenseStateCache,
     KVSpec: DenseLayerKV,

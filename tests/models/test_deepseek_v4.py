@@ -173,8 +173,8 @@ def test_ids_choose_experts_in_the_first_layers_alone(tmp_path):
         assert (np.abs(other - base).max() > 0.1) == changes
 
 
-def test_an_index_leaves_entries_out(tmp_path):
-    """Up to three entries are seen by all; then by whom they are chosen."""
+def test_an_index_leaves_compressed_vectors_out(tmp_path):
+    """Up to three compressed vectors are seen by all; then by whom they are chosen."""
     few, many = (
         logits(load(write(tmp_path / str(count), {**OLD, "index_topk": count}, tiny_tensors(OLD))))
         for count in (3, 40)
@@ -189,11 +189,11 @@ def wide(tmp_path_factory):
     return load(tiny_checkpoint(tmp_path_factory.mktemp("wide"), "deepseek_v4-wide"))
 
 
-def test_entries_count_where_memory_is_estimated():
-    """Of Flash: 43 windows of 128 tokens, and entries of 4 and of 128 tokens for all."""
+def test_compressed_vectors_count_where_memory_is_estimated():
+    """Of Flash: 43 windows of 128 tokens, and compressed vectors of 4 and of 128 tokens for all."""
     config = normalise(PUBLISHED["DeepSeek-V4-Flash"].config)
-    window, entries = 43 * 128 * 2 * 512 * 2, (21 * (160 + 40) + 20 * 4) * 2
-    assert kv_bytes(config, 2**20) == window + entries * 2**20
+    window, compressed = 43 * 128 * 2 * 512 * 2, (21 * (160 + 40) + 20 * 4) * 2
+    assert kv_bytes(config, 2**20) == window + compressed * 2**20
 
 
 def test_pages_hold_whole_blocks(wide):

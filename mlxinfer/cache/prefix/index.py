@@ -292,7 +292,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 class EvictionQueue:
     """Distinct pages in order of their worth, of equal worth the deepest first.
 
-    A heap of runs: pages that are pushed together are one entry. Stale pages are skipped, and swept
+    A heap of runs: pages that are pushed together are one item. Stale pages are skipped, and swept
     out when they outnumber the others. O(log n) to pop, amortised.
     """
 

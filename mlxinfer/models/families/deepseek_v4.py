@@ -1,7 +1,7 @@
-"""DeepSeek V4: a window of tokens and entries that stand for blocks, between mixed streams.
+"""DeepSeek V4: a window of tokens and compressed vectors of blocks, between mixed streams.
 
-A layer sees the tokens of its window alone, or entries of few tokens that an index chooses (CSA),
-or all entries of many tokens (HCA). In the first layers a token's id chooses its experts.
+A layer sees the tokens of its window alone, or vectors of few tokens that an index chooses (CSA),
+or all vectors of many tokens (HCA). In the first layers a token's id chooses its experts.
 """
 
 import re
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ...cache_specs import EntrySpec, KVSpec
+from ...cache_specs import CompressedSpec, KVSpec
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
-from ...layers.compressed_attention import CompressedAttention, Compressor, EntryIndex, Series
+from ...layers.compressed_attention import CompressedAttention, CompressedIndex, Compressor, Series
 from ...layers.hyper_connections import StreamLayer, Streams, WeightedStreams
 from ...layers.mlp import FeedForward, Gated, clipped_swiglu
 from ...layers.moe import ExpertChoice, HashChoice, TokenIds
@@ -122,7 +122,7 @@ class DeepseekV4(MixedStreams):
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
-        """Layers with entries have a rope of their own, their window included."""
+        """Layers with compressed vectors have a rope of their own, their window included."""
         plain, compressed = (
             replace(read_rope(fields, name, head_dim=head_dim), last=True)
             for name in ("main", "compress")
@@ -135,7 +135,7 @@ class DeepseekV4(MixedStreams):
         fields = config.fields
         fields.require({"scoring_func": ["sqrtsoftplus"], "hidden_act": ["silu"]})
         kinds = fields.items("layer_types") or []
-        by_kind = {kind: _entry_spec(config, kind) for kind in {*kinds} - {_WINDOW}}
+        by_kind = {kind: _compressed_spec(config, kind) for kind in {*kinds} - {_WINDOW}}
         num_experts = fields.integer("n_routed_experts", high=2**16)
         return replace(
             config,
@@ -148,7 +148,7 @@ class DeepseekV4(MixedStreams):
 
     @classmethod
     def whole_because(cls, config: ModelConfig) -> str:
-        return "its layers attend to entries that only the cache makes of earlier tokens"
+        return "its layers attend to compressed vectors that only the cache makes of earlier tokens"
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
@@ -233,7 +233,7 @@ class DeepseekV4(MixedStreams):
         """The compressor of a layer; None: it sees its window alone."""
         config, weights = self.config, self.weights
         cache, index_path = config.extra_specs[index], f"{path}.indexer"
-        if not isinstance(cache, EntrySpec):
+        if not isinstance(cache, CompressedSpec):
             return None
         halves = 2 if cache.carried else 1
         kinds = [(f"{path}.compressor", cache.dim)]
@@ -249,15 +249,17 @@ class DeepseekV4(MixedStreams):
             spec=cache,
         )
 
-    def _series(self, path: str, dim: int, spec: RopeSpec, cache: EntrySpec, halves: int) -> Series:
+    def _series(
+        self, path: str, dim: int, spec: RopeSpec, cache: CompressedSpec, halves: int
+    ) -> Series:
         places = self.weights.raw(f"{path}.position_bias", (cache.ratio, halves * dim))
         parts = mx.split(places.astype(mx.float32), halves, axis=1)
         rope = FusedRope(spec, dim, self.weights.dtype)
         return Series(mx.concatenate([*parts]), self.norm(f"{path}.kv_norm", dim), rope)
 
-    def _index(self, path: str, spec: RopeSpec, cache: EntrySpec) -> EntryIndex:
+    def _index(self, path: str, spec: RopeSpec, cache: CompressedSpec) -> CompressedIndex:
         heads, dim = self.config.fields.integer("index_n_heads", high=2**14), cache.index_dim
-        return EntryIndex(
+        return CompressedIndex(
             self.weights.linear(f"{path}.q_b_proj", heads * dim, self._query_rank),
             self.weights.linear(f"{path}.weights_proj", heads, self.config.hidden_size),
             FusedRope(spec, dim, self.weights.dtype),
@@ -325,7 +327,7 @@ def _is_hashed(config: ModelConfig, index: int) -> bool:
 
 
 def _ropes(config: Fields) -> dict[str, Any]:
-    """The ropes of layers without entries (main) and with them (compress).
+    """The ropes of layers without compressed vectors (main) and with them (compress).
 
     Only the latter are scaled, and YaRN's factor on what it turns is 1 unless it is stated.
     """
@@ -343,7 +345,7 @@ def _ropes(config: Fields) -> dict[str, Any]:
     return {"main": {"rope_type": "default", **main}, "compress": {**scaled, **compress}}
 
 
-def _entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
+def _compressed_spec(config: ModelConfig, kind: str) -> CompressedSpec:
     fields, dim = config.fields, config.head_dim
     rates, kinds = fields.fields("compress_rates"), fields.items("layer_types") or ()
     stated = {label: fields.get(key) for label, key in _RATES.items()}
@@ -359,14 +361,14 @@ def _entry_spec(config: ModelConfig, kind: str) -> EntrySpec:
     rope = next(spec for spec in config.ropes if spec is not None)
     if unit % ratio or dim % ratio or index_dim % ratio or carried * ratio % unit:
         raise UnsupportedModelError(
-            f"{fields.where} has blocks of {stated[_CSA]} and {stated[_HCA]} tokens, entries of "
+            f"{fields.where} has blocks of {stated[_CSA]} and {stated[_HCA]} tokens, vectors of "
             f"{dim} numbers and index keys of {index_dim}; pages need sizes that divide each other."
         )
     if index_dim and index_dim < rope.dims:
         raise CheckpointError(
             f"index_head_dim in {fields.where} is {index_dim}; expected at least {rope.dims}."
         )
-    return EntrySpec(
+    return CompressedSpec(
         dim,
         2 * carried or 2 * dim,
         ratio,

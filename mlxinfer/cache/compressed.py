@@ -1,10 +1,10 @@
-"""Entries that stand for blocks of tokens, attended together with a window of tokens themselves.
+"""Compressed vectors of blocks of tokens, attended together with a window of tokens themselves.
 
-r = tokens of a block, D = numbers of an entry, which is key and value in one, T = tokens of the
+r = tokens of a block, D = numbers of its vector, which is key and value in one, T = tokens of the
 step, n = tokens of one sequence in the step, E = its complete blocks, W = tokens of its window.
 
-An entry follows from what the tokens of its block bring, and maybe from what those of the block
-before it brought. Tails keep that; pages keep entries, and index keys by which they rank. So that a
+A block's vector follows from what its tokens bring, and maybe from what those of the block before
+it brought. Tails keep that; pages keep vectors, and index keys by which they rank. So that a
 sequence can go on behind a page, the page keeps what the next block needs of the last one, too.
 Source: DeepSeek V4 (CSA and HCA), as transformers has it.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..cache_specs import EntrySpec
+from ..cache_specs import CompressedSpec
 from ..metal_kernels.paged_attention import Softmax
 from .chunks import cut_runs
 from .index import NOWHERE, attention, numbers_of
@@ -23,53 +23,53 @@ from .paged import PagedLayer, SequencePlace
 from .pooled import BlocksLayer
 
 
-class EntryLayer(BlocksLayer):
-    """The entries of one layer; its window is another layer's."""
+class CompressedLayer(BlocksLayer):
+    """The compressed vectors of one layer; its window is another layer's."""
 
-    spec: EntrySpec
+    spec: CompressedSpec
 
-    def __init__(self, spec: EntrySpec, dtype: mx.Dtype) -> None:
+    def __init__(self, spec: CompressedSpec, dtype: mx.Dtype) -> None:
         super().__init__(spec, dtype, [width for width in spec.widths if width])
-        self.entry_part = int(spec.index_dim > 0)  # among the parts of pages
+        self.own_part = int(spec.index_dim > 0)  # among the parts of pages
 
     def choose(
         self, queries: mx.array | None, weights: mx.array | None, raw: mx.array, positions: mx.array
-    ) -> "EntryChoice | None":
-        """Store this step's tokens, and rank the entries that they may see.
+    ) -> "CompressedChoice | None":
+        """Store this step's tokens, and rank the vectors that they may see.
 
         Args:
-            queries: (T, Hi, d) of the index, position-encoded; None: all entries are seen.
+            queries: (T, Hi, d) of the index, position-encoded; None: all vectors are seen.
             weights: (T, Hi) of its heads.
             raw, positions: see `store`.
 
         Returns:
-            None: no token sees an entry.
+            None: no token sees a vector.
         """
         self.store(raw, positions)
         if int(self.prepared.metadata.positions.max()) < self.spec.ratio - 1:
             return None
-        return EntryChoice(self, queries, weights)
+        return CompressedChoice(self, queries, weights)
 
-    def entries(
+    def vectors(
         self, place: SequencePlace, numbers: mx.array, tail: Sequence[mx.array] | None
     ) -> mx.array:
-        """(n, K, D) some entries of a short segment's sequence, gathered by their numbers (n, K).
+        """(n, K, D) some vectors of a short segment's sequence, gathered by their numbers (n, K).
 
-        `tail`: see `of_tail`. A number that is no block's gives any entry.
+        `tail`: see `of_tail`. A number that is no block's gives any vector.
         """
         ratio, dim = self.spec.ratio, self.spec.dim
         num_sealed, per_page = place.sealed // ratio, self.page_size // ratio
         unsealed = None
         if tail is not None:
-            tail_entries = tail[self.entry_part]
-            unsealed = tail_entries[mx.clip(numbers - num_sealed, 0, len(tail_entries) - 1)]
+            tail_vectors = tail[self.own_part]
+            unsealed = tail_vectors[mx.clip(numbers - num_sealed, 0, len(tail_vectors) - 1)]
         if not num_sealed:
-            assert unsealed is not None, "some entry is seen"
+            assert unsealed is not None, "some vector is seen"
             return unsealed
-        assert place.pages is not None, "chunks read all entries"
+        assert place.pages is not None, "chunks read all vectors"
         sealed = mx.minimum(numbers, num_sealed - 1)
         rows = place.pages[sealed // per_page] * per_page + sealed % per_page
-        pages = self.planes[0].pages[self.entry_part].reshape(-1, dim)[rows]
+        pages = self.planes[0].pages[self.own_part].reshape(-1, dim)[rows]
         return (
             pages
             if unsealed is None
@@ -143,23 +143,23 @@ class EntryLayer(BlocksLayer):
         return pooled
 
 
-class EntryChoice:
-    """The entries and the tokens that each token of a step sees; see `paged.Choice`.
+class CompressedChoice:
+    """The vectors and the tokens that each token of a step sees; see `paged.Choice`.
 
     Args:
-        queries, weights: see `EntryLayer.choose`.
+        queries, weights: see `CompressedLayer.choose`.
     """
 
     __slots__ = ("_queries", "_weights", "layer")
 
     def __init__(
-        self, layer: EntryLayer, queries: mx.array | None, weights: mx.array | None
+        self, layer: CompressedLayer, queries: mx.array | None, weights: mx.array | None
     ) -> None:
         self.layer, self._queries, self._weights = layer, queries, weights
 
     def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
         """See `Choice`; `layer` keeps the tokens of the window."""
-        assert softmax.soft_cap is None, "no model with entries has one"
+        assert softmax.soft_cap is None, "no model with compressed vectors has one"
         pairs = zip(layer.prepared.sequences(), self.layer.prepared.sequences(), strict=True)
         outputs: list[mx.array] = []
         for near, place in pairs:
@@ -170,7 +170,7 @@ class EntryChoice:
     def _seen(
         self, place: SequencePlace, rows: slice, keys: mx.array | None, count: int
     ) -> mx.array:
-        """(n, count) whether rows `own` of the step see each entry; `keys`: of the index."""
+        """(n, count) whether rows `own` of the step see each vector; `keys`: of the index."""
         complete = mx.arange(count) < (place.positions(rows) + 1) // self.layer.spec.ratio
         if keys is None:
             return complete
@@ -199,17 +199,17 @@ class EntryChoice:
         tail = self.layer.of_tail(place)
         keys, count = self._keys(place, tail), place.stop // self.layer.spec.ratio
         if keys is None or count <= most:
-            entries = self.layer.read_part(self.layer.entry_part, place, tail)[None]
-            seen = self._seen(place, rows, keys, entries.shape[1])
+            vectors = self.layer.read_part(self.layer.own_part, place, tail)[None]
+            seen = self._seen(place, rows, keys, vectors.shape[1])
             mask = mx.concatenate([in_window, seen], axis=1)
             heads = heads.swapaxes(0, 1)[None]  # (1, heads, n, D)
-            output = self._over(layer, pair, entries, heads, mask, softmax)
+            output = self._over(layer, pair, vectors, heads, mask, softmax)
             return output[0].swapaxes(0, 1).flatten(1)
         numbers = numbers_of(self._seen(place, rows, keys, count), most)
-        entries = self.layer.entries(place, numbers, tail)  # (n, K, D)
+        vectors = self.layer.vectors(place, numbers, tail)  # (n, K, D)
         mask = mx.concatenate([in_window, numbers < NOWHERE], axis=1)[:, None, None]
-        pair = [mx.broadcast_to(part, (len(entries), *part.shape[1:])) for part in pair]
-        return self._over(layer, pair, entries, heads[:, :, None], mask, softmax).flatten(1)
+        pair = [mx.broadcast_to(part, (len(vectors), *part.shape[1:])) for part in pair]
+        return self._over(layer, pair, vectors, heads[:, :, None], mask, softmax).flatten(1)
 
     def _attend_chunk(
         self,
@@ -223,10 +223,10 @@ class EntryChoice:
         assert window is not None
         outputs: list[mx.array] = []
         pair = [layer.read_whole(plane, near)[None] for plane in layer.views()]  # (1, 1, W, D)
-        entries = self.layer.read_part(self.layer.entry_part, place, None)[None]
+        vectors = self.layer.read_part(self.layer.own_part, place, None)[None]
         keys = self._keys(place, None)
         heads = max(queries.shape[1], 0 if self._queries is None else self._queries.shape[1])
-        block = max(1, MOST_SCORES // (heads * (entries.shape[1] + pair[0].shape[2])))
+        block = max(1, MOST_SCORES // (heads * (vectors.shape[1] + pair[0].shape[2])))
         for first in range(place.rows.start, place.rows.stop, block):
             rows = slice(first, min(first + block, place.rows.stop))
             positions, block_queries = place.positions(rows), queries[rows].swapaxes(0, 1)[None]
@@ -237,10 +237,10 @@ class EntryChoice:
             high = place.start + rows.stop - place.rows.start - near.first
             tokens = mx.arange(near.first + low, near.first + high)
             in_window = (tokens <= positions) & (tokens > positions - window)
-            seen = self._seen(place, rows, keys, entries.shape[1])
+            seen = self._seen(place, rows, keys, vectors.shape[1])
             mask = mx.concatenate([in_window, seen], axis=1)
-            part = [vectors[:, :, low:high] for vectors in pair]
-            output = self._over(layer, part, entries, block_queries, mask, softmax)
+            part = [plane[:, :, low:high] for plane in pair]
+            output = self._over(layer, part, vectors, block_queries, mask, softmax)
             outputs.append(output[0].swapaxes(0, 1).flatten(1))
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
@@ -248,13 +248,13 @@ class EntryChoice:
         self,
         layer: PagedLayer,
         pair: Sequence[mx.array],
-        entries: mx.array,
+        vectors: mx.array,
         queries: mx.array,
         mask: mx.array,
         softmax: Softmax,
     ) -> mx.array:
-        """Attention of (B, heads, n, D) over keys and values (B, 1, W, D) and entries (B, K, D)."""
-        entry = entries[:, None]
-        keys = mx.concatenate([pair[0], layer.rotate(entry)], axis=2)
-        values = mx.concatenate([pair[1], layer.rotate_values(entry)], axis=2)
+        """Attention of (B, heads, n, D) over keys and values (B, 1, W, D) and vectors (B, K, D)."""
+        compressed = vectors[:, None]
+        keys = mx.concatenate([pair[0], layer.rotate(compressed)], axis=2)
+        values = mx.concatenate([pair[1], layer.rotate_values(compressed)], axis=2)
         return attention(queries, keys, values, softmax, mask)

@@ -205,7 +205,7 @@ class OurEngine:
     @property
     def tail_bytes(self) -> int:
         """Bytes of all tails, used or not: what steps in flight write."""
-        return sum(pool.tail_bytes for pool in self.loop.cache.paged)
+        return sum(part.nbytes for pool in self.loop.cache.paged for part in pool.tail_parts())
 
     @property
     def launched(self) -> Work:

@@ -90,7 +90,7 @@ class OnMetal:
         return call(queries, layer.kernel_arrays(), softmax.sinks)[0]
 
     def _plan(self, layer: PagedLayer, queries: mx.array) -> AttentionPlan:
-        segments, (_, num_heads, dim) = self.segments, queries.shape
+        segments, group, (_, num_heads, dim) = self.segments, self._group, queries.shape
         if self._tiles:
             kv_heads = len(layer.keys.pages[0])
             sizes = tile_sizes(num_heads, kv_heads, dim, layer.values.read_dim)
@@ -99,22 +99,19 @@ class OnMetal:
         key = tuple(sizes.values())
         if key not in self._plans:
             planner = segments.memoised(
-                ("plan", self._group.number, key), lambda: self._planner(sizes)
+                ("plan", group.number, key),
+                lambda: AttentionPlanner(
+                    counts=segments.counts,
+                    sealed=segments.sealed,
+                    slots=segments.slots,
+                    page_size=group.page_size,
+                    window=group.window.size,
+                    sinks=group.window.sinks,
+                    **sizes,
+                ),
             )
             self._plans[key] = planner(segments.starts, self._pages())
         return self._plans[key]
-
-    def _planner(self, sizes: dict[str, int]) -> AttentionPlanner:
-        segments, group = self.segments, self._group
-        return AttentionPlanner(
-            counts=segments.counts,
-            sealed=segments.sealed,
-            slots=segments.slots,
-            page_size=group.page_size,
-            window=group.window.size,
-            sinks=group.window.sinks,
-            **sizes,
-        )
 
     def _pages(self) -> mx.array:
         """The page table. Without a window it changes only when the segments change."""

@@ -143,16 +143,13 @@ def page_counts(
 
     fitting = bisect_right(range(1, most + 1), budget_bytes, key=bytes_of)
     if fitting < 2:
-        raise _too_little(2 * sum(costs), max(0, budget_bytes))
+        needed, left = human_bytes(2 * sum(costs)), human_bytes(max(0, budget_bytes))
+        raise InsufficientMemoryError(
+            f"Two pages of the KV cache take {needed}, and {left} are left for them beside what "
+            "each request takes; raise max_memory or lower max_batch.",
+            param="max_memory",
+        )
     return counts(fitting)
-
-
-def _too_little(needed: int, left: int) -> InsufficientMemoryError:
-    return InsufficientMemoryError(
-        f"Two pages of the KV cache take {human_bytes(needed)}, and {human_bytes(left)} are left "
-        "for them beside what each request takes; raise max_memory or lower max_batch.",
-        param="max_memory",
-    )
 
 
 def check_memory(num_bytes: int) -> None:

@@ -19,6 +19,7 @@ from ..metal_kernels.gathered_attention import (
     GATHERED,
     gathered_attention,
     gathered_fused,
+    gathered_pages,
     whole_mask,
 )
 from ..metal_kernels.paged_attention import HIDDEN, Softmax
@@ -114,10 +115,12 @@ class Gathered:
         if self.page_ids is not None:
             # Without the dependency all layers might gather first.
             ids = mx.depends([self.page_ids], [queries])[0]
-            keys, values = layer.read_pages(ids)
+            keys, values = gathered_pages(layer.keys, layer.values, ids, layer.page_size)
             pages = keys.swapaxes(0, 1), values.swapaxes(0, 1)
         tails = layer.read_tails(self.slots)
-        if layer.fastest is not first_way and self._is_fused(layer, softmax):
+        can_fuse = layer.fastest is not first_way and softmax.soft_cap is None
+        size = self.tail_mask.shape  # (B, 1, Q, R)
+        if can_fuse and layer.fastest(size[2], size[0], (GATHERED, FUSED)) == FUSED:
             if self._whole_mask is None:
                 self._whole_mask = whole_mask(self.mask, self.tail_mask, pages)
             outputs = gathered_fused(queries, pages, tails, self._whole_mask, softmax)
@@ -125,12 +128,6 @@ class Gathered:
             masks = self.mask, self.tail_mask
             outputs = gathered_attention(queries, pages, tails, masks, softmax)
         return outputs if self.unpad is None else outputs[self.unpad]
-
-    def _is_fused(self, layer: PagedLayer, softmax: Softmax) -> bool:
-        if softmax.soft_cap is not None:
-            return False
-        num_sequences, _, num_queries, _ = self.tail_mask.shape
-        return layer.fastest(num_queries, num_sequences, (GATHERED, FUSED)) == FUSED
 
 
 def _gathered_part(segments: Segments, metadata: StepMetadata, group: PageGroup) -> Gathered:
@@ -142,8 +139,11 @@ def _gathered_part(segments: Segments, metadata: StepMetadata, group: PageGroup)
     whole = positions.size == len(metadata.positions) and unpad is None
     spans = None if metadata.spans is None else metadata.spans[:, segments.rows[:, None] + step]
     tail_mask = _tail_mask(segments, positions, tail_begins, spans, group)
-    seen = _seen_pages(segments, positions, group)
-    return Gathered(segments, None if whole else rows, unpad, slots, tail_mask, *seen)
+    if group.window.size is None:
+        pages = segments.memoised(("gather", group.number), lambda: _all_pages(segments, group))
+    else:
+        pages = _window_pages(segments, group, positions)
+    return Gathered(segments, None if whole else rows, unpad, slots, tail_mask, *pages)
 
 
 def _queries(
@@ -206,21 +206,6 @@ def additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:
     return np.where(visible, np.float32(0.0), np.float32(HIDDEN))
 
 
-def _seen_pages(
-    segments: Segments, positions: Ints, group: PageGroup
-) -> tuple[mx.array | None, mx.array | None]:
-    """Ids (B, n) of the pages that any query sees, and their mask (B, 1, 1 or Q, n * page_size).
-
-    A span lies in the step that computes it, and so never in a page of an earlier step.
-    """
-    window, size = group.window, group.page_size
-    if window.size is None:
-        return segments.memoised(("gather", group.number), lambda: _all_pages(segments, group))
-    if not num_visible(segments, window, size).any():
-        return None, None
-    return _window_pages(segments, group, positions)
-
-
 def _all_pages(short: Segments, group: PageGroup) -> tuple[mx.array | None, mx.array | None]:
     """Ids (B, n) of all sealed pages, and the mask (B, 1, 1, n * page_size) of the padding."""
     if not short.sealed.any():
@@ -232,9 +217,16 @@ def _all_pages(short: Segments, group: PageGroup) -> tuple[mx.array | None, mx.a
     return mx.array(ids), mx.array(mask[:, None, None])
 
 
-def _window_pages(short: Segments, group: PageGroup, positions: Ints) -> tuple[mx.array, mx.array]:
-    """Ids (B, n) of the pages that anything is seen of, and the mask (B, 1, Q, n * page_size)."""
+def _window_pages(
+    short: Segments, group: PageGroup, positions: Ints
+) -> tuple[mx.array | None, mx.array | None]:
+    """Ids (B, n) of the pages that anything is seen of, and the mask (B, 1, Q, n * page_size).
+
+    A span lies in the step that computes it, and so never in a page of an earlier step.
+    """
     window, page_size = group.window, group.page_size
+    if not num_visible(short, window, page_size).any():
+        return None, None
     tables, numbers = [], []
     for row, start, sealed in zip(
         short.tables, short.starts.tolist(), short.sealed.tolist(), strict=True

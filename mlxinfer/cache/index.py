@@ -4,7 +4,7 @@ An index layer only ranks tokens. Another layer attends to them. n = queries of 
 step, S = tokens of the sequence, K = tokens that one query attends to, H = KV heads.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,8 +13,7 @@ import mlx.core as mx
 
 from ..cache_specs import BlockSpec, CompressedSpec, PooledSpec
 from ..config import KVOptions
-from ..metal_kernels.attention_plan import AttentionPlan
-from ..metal_kernels.paged_attention import AttentionCall, Softmax
+from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import PLAIN, KVFormat
 from .attention import Prepared
 from .latent import MOST_SCORES, best, chooses_itself
@@ -23,7 +22,7 @@ from .paged import Formats, PagedLayer, SequencePlace
 NOWHERE = 1 << 23  # a block that no sequence has
 
 
-class IndexLayer(PagedLayer):
+class IndexLayer(PagedLayer, ABC):
     """The index of one attention layer.
 
     Its keys have the activations' dtype, even if keys and values are quantised: with fewer bits the
@@ -54,18 +53,6 @@ class IndexLayer(PagedLayer):
     @abstractmethod
     def read_keys(self, place: SequencePlace) -> mx.array:
         """The keys of a sequence's tokens or blocks, in order."""
-
-    def plan_heads(self, num_heads: int, width: int) -> int:
-        """Never called: no kernel reads an index."""
-        raise AssertionError("no kernel reads an index")
-
-    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
-        """Never called, as `plan_heads`."""
-        raise AssertionError("no kernel reads an index")
-
-    def kernel_arrays(self) -> list[mx.array]:
-        """Nothing, as `plan_heads`."""
-        return []
 
 
 @dataclass(slots=True, eq=False)

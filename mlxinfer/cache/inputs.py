@@ -141,13 +141,13 @@ class StepMetadata:
     verified: Sequence[int] = ()  # tails with proposals in the step: a commit says which stay
     # (2, T) positions from, and up to, of the span of each token. None: each is alone.
     spans: Ints | None = None
-    # (T,), or (3, T) with M-RoPE, by which keys and queries are turned. None: `positions`.
-    rope_positions: Ints | None = None
+    # (T,), or (3, T) with M-RoPE: rope positions, where pictures moved any. None: `positions`.
+    moved_rope_positions: Ints | None = None
 
     @property
-    def turning(self) -> Ints:
-        """(T,) or (3, T) positions by which keys and queries are turned."""
-        return self.positions if self.rope_positions is None else self.rope_positions
+    def rope_positions(self) -> Ints:
+        moved = self.moved_rope_positions
+        return self.positions if moved is None else moved
 
     def narrowed(self, rows: Ints) -> "StepMetadata":
         """The same step with only the tokens of `rows`, which attend to what all tokens store.
@@ -157,13 +157,13 @@ class StepMetadata:
         """
         parts = [[part.last(rows) for part in parts] for parts in (self.short, self.long)]
         short, long = ([part for part in column if part is not None] for column in parts)
-        spans, turning = self.spans, self.rope_positions
+        spans, moved = self.spans, self.moved_rope_positions
         return StepMetadata(
             short,
             long,
             self.positions[rows],
             spans=None if spans is None else spans[:, rows],
-            rope_positions=None if turning is None else turning[..., rows],
+            moved_rope_positions=None if moved is None else moved[..., rows],
         )
 
     def spans_of(self, first: int, count: int) -> Ints | None:

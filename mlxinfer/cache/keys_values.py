@@ -121,7 +121,6 @@ class KeyValueLayer(PagedLayer):
         kinds = [(keys, spec.key_dim), (values, spec.value_dim)]
         super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
         self.form = (spec.num_kv_heads, spec.key_dim, spec.value_dim, formats)
-        self.chunked = spec.chunked
         self._as_they_are = not keys.bits and not values.bits
 
     @classmethod
@@ -179,7 +178,7 @@ class KeyValueLayer(PagedLayer):
 
     @property
     def group_key(self) -> GroupKey:
-        return self.spec.window or 0, self.spec.sinks, self.chunked, self.spec.sees_spans
+        return self.spec.window or 0, self.spec.sinks, self.spec.chunked, self.spec.sees_spans
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -276,7 +275,7 @@ class KeyValueLayer(PagedLayer):
 
         Numbers that share a threadgroup share the compiled kernel, and so the variant.
         """
-        if self.chunked or self.spec.relative or not self._in_kernels:
+        if self.spec.chunked or self.spec.relative or not self._in_kernels:
             return {}
         form, itemsize = self._form(mixer), self.dtype.size
         shapes = {
@@ -339,10 +338,6 @@ class KeyValueLayer(PagedLayer):
             joint_dim=self.spec.joint_dim,
         )
 
-    def plan_heads(self, num_heads: int, width: int) -> int:
-        """See `PagedLayer`: the KV heads."""
-        return self._num_heads
-
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         load = plan.max_queries, plan.num_spans
         pairs = not plan.is_prefill and self.fastest(*load, (KERNEL, PAIRS)) == PAIRS
@@ -383,7 +378,6 @@ class JointLayer(KeyValueLayer):
         dim, turning = spec.value_dim, spec.turning
         assert spec.key_dim == dim > turning > 0
         self.subtracts_bias = self._as_they_are = self._rotates_values = False
-        self.chunked = spec.chunked
         kinds = [(formats[0], spec.joint_dim)]
         PagedLayer.__init__(self, spec, formats, dtype, kinds, heads=spec.num_kv_heads)
         self.form = ("joint", spec.num_kv_heads, dim, turning, formats)

@@ -252,9 +252,6 @@ class LatentLayer(PagedLayer):
         dim = self.latent_dim
         return mla_attention(queries, self.keys, plan, scale=softmax.scale, value_dim=dim)
 
-    def kernel_arrays(self) -> list[mx.array]:
-        return [*self.keys.tails, *self.keys.pages]
-
 
 class RankedLayer(LatentLayer):
     """Latent attention to the tokens that an indexer ranks highest: DeepSeek Sparse Attention.

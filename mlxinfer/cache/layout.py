@@ -63,7 +63,7 @@ def kernel_uses(pairs: Sequence[tuple[PagedLayer, Any]]) -> list[KernelUse]:
             short.setdefault(by_count, []).append(layer)
         prefill, heads = layer.prefill_variant(mixer), layer.heads_of(mixer)
         if prefill is not None:
-            install = partial(setattr, layer, "fastest_prompt")
+            install = partial(_install, [layer], "fastest_prompt")
             uses.append(KernelUse({ANY_ROWS: [prefill]}, install_fastest=install))
         if heads is not None:
             form, dtype = heads.form, layer.dtype
@@ -72,20 +72,14 @@ def kernel_uses(pairs: Sequence[tuple[PagedLayer, Any]]) -> list[KernelUse]:
                 uses.append(KernelUse({ANY_ROWS: [variant]}, partial(kernel, layer, heads)))
     for variants_of, alike in short.items():
         by_rows = {count: [variant] for count, variant in variants_of}
-        fastest = partial(_install_fastest, alike)
-        install = partial(_install_attention, alike)
+        fastest, install = partial(_install, alike, "fastest"), partial(_install, alike, "ready")
         uses.append(KernelUse(by_rows, install, install_fastest=fastest))
     return uses
 
 
-def _install_attention(layers: Sequence[PagedLayer], ready: ReadyFor) -> None:
+def _install(layers: Sequence[PagedLayer], name: str, value: ReadyFor | Fastest) -> None:
     for layer in layers:
-        layer.ready = ready
-
-
-def _install_fastest(layers: Sequence[PagedLayer], fastest: Fastest) -> None:
-    for layer in layers:
-        layer.fastest = fastest
+        setattr(layer, name, value)
 
 
 def _install_heads(layer: PagedLayer, heads: Heads, ready: ReadyFor) -> None:

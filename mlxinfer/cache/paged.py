@@ -11,7 +11,6 @@ of a part are one array of vectors, (num_slots * H * 2 * P, W).
 `attention.prepare` makes a `Prepared` once a step and group.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -23,7 +22,6 @@ import numpy as np
 from ..cache_specs import PagedSpec
 from ..metal_kernels.attention_heads import Heads
 from ..metal_kernels.attention_plan import AttentionPlan
-from ..metal_kernels.gathered_attention import gathered_pages
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
 from ..metal_kernels.variants import Fastest, ReadyFor, Variant, first_way, never
@@ -95,9 +93,9 @@ class TailPlace:
         rows: (N,) their rows in the flat list; None: all, in order.
         slots, offsets: (N,) the tail of each, and its place in it.
         is_decode: the step has one token of each of some sequences, and no others.
-        positions: (max(T, 8),) by which all tokens are turned, zeros at the end. None: no layer
+        positions: (max(T, 8),) rope positions of all tokens, zeros at the end. None: no layer
             writes by positions, or tokens have three each.
-        axes: (3, T) by which they are turned then; else None.
+        axes: (3, T) these positions then; else None.
     """
 
     rows: mx.array | None
@@ -114,15 +112,15 @@ class TailPlace:
     def of(metadata: StepMetadata, page_size: int, *, by_position: bool) -> "TailPlace":
         """Read where the tokens of a step go; `by_position`: a layer writes by positions."""
         rows, slots, positions = _tail_tokens(metadata, page_size)
-        short, turning = metadata.short, metadata.turning if by_position else None
+        short, rope = metadata.short, metadata.rope_positions if by_position else None
         return TailPlace(
             rows=None if len(rows) == len(metadata.positions) else mx.array(rows),
             slots=slots,
             offsets=positions % (2 * page_size),
             ring=2 * page_size,
             is_decode=not metadata.long and len(short) == 1 and short[0].width == 1,
-            positions=padded(turning) if turning is not None and turning.ndim == 1 else None,
-            axes=mx.array(turning) if turning is not None and turning.ndim == 2 else None,
+            positions=padded(rope) if rope is not None and rope.ndim == 1 else None,
+            axes=mx.array(rope) if rope is not None and rope.ndim == 2 else None,
         )
 
     def rows_of(self, heads: int) -> mx.array:
@@ -175,11 +173,8 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
         count, start = chunk.num_tokens, int(chunk.starts[0])
         # Earlier tokens of the chunk's first page are already in the page and in the tail.
         assert chunk.sealed[0] == start - start % page_size, "a full page is not sealed"
-        num_unsealed = min((start + count) % page_size, count)
-        own_rows, own_slots, own_positions = (
-            part[count - num_unsealed :] for part in chunk.tokens()
-        )
-        parts.append((own_rows, own_slots, own_positions))
+        first, tokens = max(count - (start + count) % page_size, 0), chunk.tokens()
+        parts.append((tokens[0][first:], tokens[1][first:], tokens[2][first:]))
     rows, slots, positions = zip(*parts, strict=True)
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
 
@@ -235,7 +230,7 @@ def part_bytes(parts: Sequence[tuple[int, mx.Dtype]]) -> int:
     return sum(width * kind.size for width, kind in parts)
 
 
-class PagedLayer(ABC):
+class PagedLayer:
     """One layer that keeps vectors of each token, in one plane or several.
 
     It knows its bytes from the beginning; `allocate` makes its arrays.
@@ -352,31 +347,26 @@ class PagedLayer(ABC):
         """The kernel that takes the mixer's projection apart; None: there is no such kernel."""
         return None
 
-    @abstractmethod
     def plan_heads(self, num_heads: int, width: int) -> int:
         """KV heads for which a kernel's threadgroups are planned.
 
         Args:
             width: query tokens of the longest segment.
         """
+        return self._num_heads
 
-    @abstractmethod
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         """The launches of the Metal kernel for queries (N, heads, D)."""
+        raise AssertionError("no kernel reads this layer")
 
-    @abstractmethod
     def kernel_arrays(self) -> list[mx.array]:
         """The arrays that the kernel reads."""
+        return [*self.keys.tails, *self.keys.pages]
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation and accounting."""
         pages = [part for plane in self.planes for part in plane.pages]
         return [*pages, *[part for tails in self._tails for part in tails]]
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes of all tails: what a step copies while another is in flight."""
-        return sum(part.nbytes for tails in self._tails for part in tails)
 
     def write(self, stored: Stored, place: TailPlace, pages: PageWrites = ()) -> None:
         """Store the parts (T, heads, W) of a step's tokens: chunks in pages, others in tails."""
@@ -462,10 +452,6 @@ class PagedLayer(ABC):
             pairs = zip(plane.pages, tails, strict=True)
             tails = [mx.where(is_sealed, pages[heads, slots], tail) for pages, tail in pairs]
         return plane.decode(tails)
-
-    def read_pages(self, ids: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values (H, B, n * P, D) of pages `ids` (B, n), gathered."""
-        return gathered_pages(self.keys, self.values, ids, self.page_size)
 
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array, before: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the page slots `targets`; all (N,).

@@ -375,14 +375,6 @@ class PageGroup:
         held = -(-(self.window.size - 1) // self.page_size) + 1 + self.num_kept
         return min(pages, held + self.prefill_chunk // self.page_size)
 
-    def positions_at_start(self, restored: int, num_known: int) -> int:
-        """Positions to have pages for when a sequence of `num_known` tokens begins.
-
-        All that are known where none is ever recycled, so that a prompt lies in one run of pages;
-        else those that are restored.
-        """
-        return restored if self.recycles else num_known
-
     def recycle(self, table: PageTable, num_tokens: int) -> list[int]:
         """Pages of the table that no later token sees, which it gives up."""
         return table.drop_before(self.first_page(num_tokens))

@@ -12,7 +12,7 @@ from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints
 from ..cache.pages import PageTable
 from ..cache.prefix import Lease, PageNames
 from ..core import FinishReason, Request
-from .prompt_pictures import PictureRows, PromptPictures, step_spans, turning_positions
+from .prompt_pictures import PictureRows, PromptPictures, moved_rope_positions, step_spans
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
@@ -383,19 +383,19 @@ class Batch:
 
     @property
     def metadata(self) -> StepMetadata:
-        single, turns = self.decodes.segments, self.decodes.rope_delta is not None
-        if not self.ragged and not turns:  # most steps
+        single, rope_delta = self.decodes.segments, self.decodes.rope_delta
+        if not self.ragged and rope_delta is None:  # most steps
             return StepMetadata([single], [], single.starts)
         verified = [s.slot for s in self.short if s.proposals]
         decodes = single if self.decodes.sequences else None
         metadata = step_metadata(self.short, self.long, decodes, verified=verified)
-        if not self.has_pictures and not turns:
+        if not self.has_pictures and rope_delta is None:
             return metadata
         parts = [part for segment in self.ragged if (part := segment.picture_rows) is not None]
         return replace(
             metadata,
             spans=step_spans(parts, metadata.positions),
-            rope_positions=turning_positions(parts, metadata.positions, self.decodes.rope_delta),
+            moved_rope_positions=moved_rope_positions(parts, metadata.positions, rope_delta),
         )
 
     def known_ids(self) -> Ints:
@@ -429,9 +429,16 @@ class Batch:
 
 @dataclass(slots=True)
 class CommitResult:
-    """Which tokens of a step ended answers, failed or were discarded, by row of its `sampling`."""
+    """Which tokens of a step ended answers, failed or were discarded, by row of its `sampling`.
+
+    And what became of its proposals, of each sequence that had some.
+    """
 
     finished: dict[int, FinishReason] = field(default_factory=dict)  # with this token
     failed: dict[int, BaseException] = field(default_factory=dict)  # the grammar's fault over it
     discarded: list[int] = field(default_factory=list)  # ended before, or a proposal did not hold
     released: list[int] = field(default_factory=list)  # had given up the slot: ended or preempted
+    num_accepted: dict[Sequence, int] = field(default_factory=dict)  # proposals
+    # Slot -> tokens that stay: the newest one and the accepted proposals. If the sequence gave up
+    # its slot meanwhile, they are what `num_computed` counted then.
+    num_kept: dict[int, int] = field(default_factory=dict)

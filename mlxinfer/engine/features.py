@@ -107,7 +107,9 @@ class PictureFeatures(FeatureSource):
             if sequence in waiting:
                 waiting.remove(sequence)
             if not waiting:
-                self._unwant(key)
+                del self.wanted[key]
+                if key in self._passes:
+                    self._passes.pop(key).close()
 
     def _hold(self, picture: Picture, sequence: Sequence) -> bool:
         """Keep features for a sequence, or let the tower compute them; False: there is no room."""
@@ -128,11 +130,6 @@ class PictureFeatures(FeatureSource):
         """Bytes of features that running sequences need, and of those that are being computed."""
         num_bytes = sum([features.num_bytes for features in self._kept.values() if features.users])
         return num_bytes + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
-
-    def _unwant(self, key: Key) -> None:
-        del self.wanted[key]
-        if key in self._passes:
-            self._passes.pop(key).close()
 
     def _bytes_of(self, picture: Picture) -> int:
         assert self._tower is not None

@@ -85,7 +85,8 @@ class KVManager:
             sequence.num_cached = point.num_tokens
             sequence.request.reuse = self._reuse(sequence, point, tiers)
         for g, group in enumerate(self.groups):
-            num_tokens = group.positions_at_start(point.num_tokens, len(sequence.token_ids))
+            # Where none is recycled, all pages at once: so a prompt lies in one run of pages.
+            num_tokens = point.num_tokens if group.recycles else len(sequence.token_ids)
             extended = self._extend(sequence, g, num_tokens, everything=True)
             assert extended, "there was room"
         if point.cut is not None:
@@ -287,14 +288,11 @@ class KVManager:
         self._written = []
         if self._recycling:
             for sequence in running:
-                self.trim(sequence)
+                for g, group in self._recycling:
+                    dropped = group.recycle(sequence.tables[g], sequence.num_computed)
+                    if dropped:
+                        self.prefix.give_back(sequence.required_lease, g, dropped)
         return replaced
-
-    def trim(self, sequence: Sequence) -> None:
-        for g, group in self._recycling:
-            dropped = group.recycle(sequence.tables[g], sequence.num_computed)
-            if dropped:
-                self.prefix.give_back(sequence.required_lease, g, dropped)
 
     # -- ending ---------------------------------------------------------------------------------
 

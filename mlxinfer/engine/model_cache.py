@@ -9,7 +9,6 @@ import mlx.core as mx
 from ..cache.kv import KVCache
 from ..cache.layout import LayerCache, kernel_uses, lay_out, paged_of
 from ..cache.paged import PagedLayer
-from ..cache.pages import StateGroup
 from ..cache.prefix import PrefixCache
 from ..config import EngineConfig
 from ..layers.ranks import AbsentMixer
@@ -81,7 +80,11 @@ def disk_identity(
 
 
 def cache_stats(cache: KVCache, prefix: PrefixCache) -> dict[str, Any]:
-    groups = _group_stats(cache, prefix)
+    groups, states = _group_stats(cache, prefix), cache.state_group
+    of_states = {}
+    if states is not None:
+        of_states = {"state_bytes": states.num_bytes}  # of one sequence
+        of_states |= {"snapshots": states.num_held, "max_snapshots": states.max_snapshots}
     return {
         "page_size": cache.page_size,
         "groups": groups,
@@ -89,7 +92,7 @@ def cache_stats(cache: KVCache, prefix: PrefixCache) -> dict[str, Any]:
         "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
         "kv_bytes_allocated": cache.bytes_allocated,
         "prompt_tokens_reused": prefix.tokens_reused,
-        **_state_stats(cache.state_group),
+        **of_states,
         "bytes_copied": cache.bytes_copied,
         "bytes_grown": cache.bytes_grown,
         "peak_memory_bytes": mx.get_peak_memory(),
@@ -110,13 +113,3 @@ def _group_stats(cache: KVCache, prefix: PrefixCache) -> list[dict[str, Any]]:
         }
         for index, group in enumerate(cache.groups)
     ]
-
-
-def _state_stats(group: StateGroup | None) -> dict[str, int]:
-    if group is None:
-        return {}
-    return {
-        "state_bytes": group.num_bytes,  # of one sequence
-        "snapshots": group.num_held,
-        "max_snapshots": group.max_snapshots,
-    }

@@ -275,7 +275,7 @@ class PeerFetches:
         is_plain = is_plain and not sequence.rope_variant
         fetch = Fetch(search, root, own_s, is_plain, request.cache_salt)
         sequence.fetch = asyncio.run_coroutine_threadsafe(self._bring(fetch), self._loop)
-        sequence.fetch.add_done_callback(lambda _: post(partial(_end_wait, sequence)))
+        sequence.fetch.add_done_callback(lambda _: post(partial(setattr, sequence, "fetch", None)))
 
     def stats(self) -> dict[str, int]:
         peers = self._peers.values()
@@ -406,7 +406,3 @@ class PeerFetches:
 
     def _num_bytes(self, places: Seq[Place]) -> int:
         return sum(self._store.page_bytes[group] for _, group in places)
-
-
-def _end_wait(sequence: Sequence) -> None:
-    sequence.fetch = None

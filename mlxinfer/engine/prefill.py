@@ -247,7 +247,7 @@ class PrefillSizer:
         decode_s = self._decode_s if self._rows_s is None else self._rows_s
         spent_s = seconds - (decode_s or 0.0) if has_rows else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
-        place = _half_octave(context)
+        place = int(2 * log2(max(context, 1)))
         at, _ = self._token_s.get(place, (context, 0.0))
         before = self._seconds_at(context) if self._token_s else None
         part = min(num_tokens / self._page_size, 1.0)  # the time of few tokens says little
@@ -392,10 +392,6 @@ def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
         return sequence.num_left
     stop = sequence.num_computed + limit
     return max(limit - stop % page_size, 0)
-
-
-def _half_octave(context: float) -> int:
-    return int(2 * log2(max(context, 1.0)))
 
 
 def _blended(before: float | None, latest: float, part: float = 1.0) -> float:

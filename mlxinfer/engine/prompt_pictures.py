@@ -43,7 +43,7 @@ class PromptPictures:
     # [from, to) positions of features that see each other; none where no layer lets them
     spans: list[tuple[int, int]]
     rope_delta: int  # what a token behind the prompt adds to its place to get its rope position
-    has_turns: bool  # positions of the prompt are three-dimensional
+    has_axes: bool  # rope positions of the prompt are three-dimensional
 
     @staticmethod
     def of(request: "Request", *, sees_spans: bool) -> "PromptPictures":
@@ -61,8 +61,8 @@ class PromptPictures:
                 key_ids[place] = key
             if sees_spans and picture.sees_itself:
                 spans += _runs(picture_places)
-        has_turns = any(picture.turns is not None for picture, _ in placed)
-        return PromptPictures(placed, places, key_ids, spans, rope_delta(placed), has_turns)
+        has_axes = any(picture.turns is not None for picture, _ in placed)
+        return PromptPictures(placed, places, key_ids, spans, rope_delta(placed), has_axes)
 
     def features(self, start: int, stop: int) -> Iterator[FeatureRows]:
         for (picture, _), places in zip(self.placed, self.places, strict=True):
@@ -78,7 +78,7 @@ class PromptPictures:
         return stop
 
     def rope_positions(self, start: int, stop: int) -> Ints:
-        """(3, stop - start) by which the tokens at places [start, stop) turn."""
+        """(3, stop - start) rope positions of the tokens at places [start, stop)."""
         if start >= self.placed[-1].stop:  # most calls: text behind all pictures
             return np.tile(
                 np.arange(start, stop, dtype=np.int32) + np.int32(self.rope_delta), (3, 1)
@@ -195,7 +195,7 @@ class PictureRows(NamedTuple):
     in_prompt: bool
 
 
-def turning_positions(
+def moved_rope_positions(
     parts: list[PictureRows], positions: Ints, decode_deltas: Ints | None
 ) -> Ints | None:
     """(3, T) rope positions of a step, or (T,) where those of each token are equal.
@@ -207,21 +207,21 @@ def turning_positions(
     Returns:
         None: they are the places.
     """
-    turned = [part for part in parts if part.pictures.has_turns]
-    if not turned and decode_deltas is None:
+    on_axes = [part for part in parts if part.pictures.has_axes]
+    if not on_axes and decode_deltas is None:
         return None
-    turning = np.tile(positions, (3, 1))
+    moved = np.tile(positions, (3, 1))
     if decode_deltas is not None:
-        turning[:, : len(decode_deltas)] += decode_deltas
-    for part in turned:
-        turning[:, part.rows] = part.pictures.rope_positions(part.start, part.stop)
-    return turning[0] if (turning == turning[0]).all() else turning
+        moved[:, : len(decode_deltas)] += decode_deltas
+    for part in on_axes:
+        moved[:, part.rows] = part.pictures.rope_positions(part.start, part.stop)
+    return moved[0] if (moved == moved[0]).all() else moved
 
 
 def step_spans(parts: list[PictureRows], positions: Ints) -> Ints | None:
     """(2, T) positions from, and up to, of the span of each token of a step; None: all are alone.
 
-    For the arguments see `turning_positions`.
+    For the arguments see `moved_rope_positions`.
     """
     spans = None
     for part in parts:

@@ -27,8 +27,8 @@ class Proposer(Protocol):
 
     taps: Seq[int] = ()
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
-        """Upper limit of proposed tokens per sequence in the next step.
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+        """Choose how many tokens to propose per sequence in the next step, at most.
 
         0: no proposals; then the next step is launched while this one runs. Otherwise the step in
         flight is read first, unless micro-batches take turns.
@@ -63,17 +63,3 @@ def accepted_rows(proposals: Proposals, token_ids: Seq[int]) -> list[bool]:
         )
         is_accepted.append(holds)
     return is_accepted
-
-
-def num_kept(batch: Batch, result: CommitResult) -> dict[int, int]:
-    """Slot -> tokens that stay, for sequences that had proposals verified in the step.
-
-    These are the newest token and the accepted proposals. If the sequence gave up its slot
-    meanwhile, they are what `Sequence.num_computed` counted then.
-    """
-    proposals, counts = batch.sampling.proposals, {s.slot: 1 for s in batch.short if s.proposals}
-    gone = {*result.discarded, *result.released}
-    for row, slot in enumerate(batch.sampling.slots):
-        if proposals is not None and proposals.counts[row] and row not in gone:
-            counts[slot] += 1
-    return counts

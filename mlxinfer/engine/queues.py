@@ -1,4 +1,4 @@
-"""Every unfinished request, waiting or running: slots, pages, and turns of tenants.
+"""Every unfinished request, waiting or running: slots, pages, and shares of tenants.
 
 Pure Python: knows no arrays of MLX. What each step computes: `scheduler.py`.
 """
@@ -179,7 +179,7 @@ class RequestQueues:
     # -- slots and pages ------------------------------------------------------------------------
 
     def admit(self, prefilling: Seq[Sequence], most: int, *, again: bool = True) -> Sequence | None:
-        """Start the first waiting sequence for which there is room: of each tenant in its turn.
+        """Start the first waiting sequence for which there is room, of each tenant in its turn.
 
         A sequence waits if another one is computing tokens that it can share soon. Later sequences
         may pass it. Others may be preempted, see `Shares.giver`. While a sequence waits for more

@@ -87,9 +87,9 @@ class DecodeRows:
         self._slice_s = PLANNED * slice_s
         self.times = DecodeTimes()
         self.depth = 0  # proposals for each chosen sequence that fit in the step
-        self._turn = 0
-        self._timed = -TIMED_EVERY  # the turn of the last step without prompts
-        self._last: dict[Sequence, int] = {}  # turn of the last step of each
+        self._step = 0
+        self._timed = -TIMED_EVERY  # the last step without prompts
+        self._last: dict[Sequence, int] = {}  # the last step of each
 
     def choose(
         self,
@@ -109,13 +109,13 @@ class DecodeRows:
             rows.setdefault(sequence.request.tenant, []).append(sequence)
         counts = {tenant: len(rows[tenant]) for tenant in rows}
         limit = max(self._limit(counts, prefilling, tenants, page_s), len(counts))
-        self._turn += 1
+        self._step += 1
         if not prefilling:
-            self._timed = self._turn
+            self._timed = self._step
         self._last = {s: self._last.get(s, 0) for s in decoding}
         chosen = set(self._in_turn(rows, limit)) if len(decoding) > limit else set(decoding)
         self.depth = (limit - len(chosen)) // max(len(chosen), 1)
-        self._last.update(dict.fromkeys(chosen, self._turn))
+        self._last.update(dict.fromkeys(chosen, self._step))
         return [sequence for sequence in decoding if sequence in chosen]
 
     def _limit(
@@ -143,7 +143,7 @@ class DecodeRows:
                 part_s = self._slice_s * tenant.weight / weight
                 most_s = min(self._slice_s - part_s, equal_s - prompts_s)
                 limit = min(limit, self.times.rows_in(most_s))
-        if self._turn % TRIED_EVERY == 0:
+        if self._step % TRIED_EVERY == 0:
             limit += max(limit // 4, 1)
         return limit
 
@@ -173,8 +173,8 @@ class DecodeRows:
         """
         room = self._room(chosen, prefilling, tenants)
         waits = any(t not in room.tenants and prefilling[t] < self._slice_s for t in prefilling)
-        if room.tenants and self._turn - self._timed >= TIMED_EVERY * (1 + waits):
-            self._timed = self._turn
+        if room.tenants and self._step - self._timed >= TIMED_EVERY * (1 + waits):
+            self._timed = self._step
             return None
         return room._replace(most_s=room.most_s - tower_s)
 

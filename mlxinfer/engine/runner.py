@@ -26,10 +26,9 @@ from ..core import TokenLogprobs
 from ..layers.ranks import Link
 from ..layers.step import Step, StepFeatures, Taps
 from ..models.language import LanguageModel
-from ..sampling.sampler import Sampled, Sampler
+from ..sampling.sampler import LogprobArrays, Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
 from .followers import NO_FOLLOWERS, Followers, StepInputs
-from .proposals import num_kept
 
 
 @dataclass(slots=True)
@@ -124,13 +123,14 @@ class Forward:
         hidden = self.model(ids, model_step)
         prompt: list[mx.array] = []
         for a, b in step.prompt_rows:
-            prompt.append(
-                self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
-            )
+            row_adapters = None if adapters is None else adapters[a:b]
+            prompt.append(self.model.logits(hidden[a:b], row_adapters))
         logits: mx.array | None = None
         if step.num_rows:
-            left = model_step.rows
-            order = step.rows if left is None else _order(step.rows, left)
+            order, left = step.rows, model_step.rows
+            if order is not None and left is not None:  # places among those that are left
+                is_same = (order == left).all()
+                order = None if is_same else np.searchsorted(left, order).astype(np.int32)
             read = hidden if order is None else hidden[mx.array(order)]
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
@@ -146,14 +146,17 @@ class Forward:
 
     def _model_step(self, step: StepInputs, features: Seq[mx.array]) -> Step:
         taps = Taps(self._taps) if self._taps else None
-        reads_all = bool(step.prompt_rows) or (step.num_rows > 0 and step.rows is None)
+        num_tokens = len(step.metadata.positions)
+        read_rows = step.rows if step.num_rows else np.array([num_tokens - 1], np.int32)
+        if self._taps or step.prompt_rows or read_rows is None or len(read_rows) == num_tokens:
+            read_rows = None  # all
         model_step = Step(
-            mx.array(step.metadata.turning),
+            mx.array(step.metadata.rope_positions),
             self._caches,
             rope_variants=step.rope_variants,
             adapters=step.adapters,
             taps=taps,
-            read_rows=None if taps is not None or reads_all else _read_rows(step),
+            read_rows=None if read_rows is None else np.sort(read_rows),
         )
         if step.feature_rows is not None:
             model_step.features = self._features(step, step.feature_rows, features)
@@ -187,20 +190,6 @@ class Forward:
         return mx.where(mx.array(step.pending >= 0), sampled, known)
 
 
-def _read_rows(step: StepInputs) -> Ints | None:
-    """(R,) rows of a step whose output is read, at least one; None: all."""
-    num_tokens = len(step.metadata.positions)
-    rows = step.rows if step.num_rows else np.array([num_tokens - 1], np.int32)
-    assert rows is not None
-    return np.sort(rows) if len(rows) < num_tokens else None
-
-
-def _order(rows: Ints | None, left: Ints) -> Ints | None:
-    """(R,) places of `rows` of a step among those that are `left`; None: they are all, in order."""
-    assert rows is not None, "else all rows are read"
-    return None if (rows == left).all() else np.searchsorted(left, rows).astype(np.int32)
-
-
 ROPE_VARIANT, ADAPTER = attrgetter("rope_variant"), attrgetter("adapter")
 
 
@@ -217,7 +206,7 @@ class Launched:
     tapped: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     checks: list[mx.array] = field(default_factory=list)  # (R, 1) finite where sampled rows are
     stored_check: mx.array | None = None  # (T, 1) the same of all rows; None: those are all
-    constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too
+    logprobs: list[tuple[int, LogprobArrays]] = field(default_factory=list)  # from a row on
     spilled: list[Entry] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when it began to be planned
     ended_s: float = inf  # by when it had ended, where the step after it waited for that
@@ -230,11 +219,15 @@ class Launched:
             self.ended_s = time.monotonic()
 
     def read(self) -> "StepOutputs":
-        outputs = StepOutputs(self.token_ids(), self.not_finite())
+        sequences, token_ids = self.batch.sampling.sequences, self.token_ids()
+        not_finite = [s for check in self.checks for s in _not_finite(check, sequences)]
+        if self.stored_check is not None:
+            not_finite += _not_finite(self.stored_check, self.batch.row_sequences)
+        outputs = StepOutputs(token_ids, not_finite)
+        for first, arrays in self.logprobs:
+            outputs.logprobs.update({first + row: one for row, one in arrays.read().items()})
         if self.prompt_logits:
             outputs.prompt_logits = [(s, at, np.array(rows)) for s, at, rows in self.prompt_logits]
-        if self.constrained is not None or (self.sampled and self.sampled.logprobs is not None):
-            outputs.logprobs = self.logprobs()
         return outputs
 
     def token_ids(self) -> list[int]:
@@ -242,25 +235,6 @@ class Launched:
         if self.local_outputs is not None:  # what other stages give was left until now
             mx.async_eval(self.outputs)
         return [] if self.sampled is None else cast(list[int], self.sampled.tokens.tolist())
-
-    def not_finite(self) -> list[Sequence]:
-        bad: list[Sequence] = []
-        for check in self.checks:
-            bad += _not_finite(check, self.batch.sampling.sequences)
-        if self.stored_check is not None:
-            bad += _not_finite(self.stored_check, self.batch.row_sequences)
-        return bad
-
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Row of `batch.sampling` -> log-probabilities, where its request asked for them."""
-        logprobs_of: dict[int, TokenLogprobs] = {}
-        if self.sampled is not None and self.sampled.logprobs is not None:
-            logprobs_of = self.sampled.logprobs.read()
-        if self.constrained is not None and self.constrained.logprobs is not None:
-            first = self.batch.sampling.num_free
-            constrained = self.constrained.logprobs.read()
-            logprobs_of.update({first + row: logprobs for row, logprobs in constrained.items()})
-        return logprobs_of
 
 
 @dataclass(slots=True)
@@ -303,9 +277,8 @@ class Runner:
         self._reads_late = followers.num_stages > 1
         self.cache = cache
         self.sampler = sampler
-        self._has_variants = (
-            False  # whether one with a namespace ran: others have no RoPE variant or adapter
-        )
+        # Whether one with a namespace ran: others have no RoPE variant or adapter.
+        self._has_variants = False
 
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         """Start a step.
@@ -339,7 +312,7 @@ class Runner:
     ) -> StepInputs:
         """The inputs of a step, which any rank can compute."""
         follows, pending = _pending(batch, previous)
-        sampling, prompt_rows = batch.sampling, []
+        prompt_rows: list[tuple[int, int]] = []
         if batch.ragged:
             prompt_rows = [
                 (s.row, s.row + min(s.num_tokens, s.sequence.num_prompt - s.start))
@@ -352,10 +325,10 @@ class Runner:
             pending=pending,
             work=batch.cache_work,
             num_slots=batch.num_slots,
-            new_slots=[s.slot for s in admitted] if admitted else [],
+            new_slots=[s.slot for s in admitted],
             is_barrier=batch.writes_pages,
-            rows=sampling.flat_rows,
-            num_rows=len(sampling.sequences),
+            rows=batch.sampling.flat_rows,
+            num_rows=len(batch.sampling.sequences),
             prompt_rows=prompt_rows,
             rope_variants=_of_rows(batch, ROPE_VARIANT) if self._has_variants else None,
             adapters=_of_rows(batch, ADAPTER) if self._has_variants else None,
@@ -396,41 +369,48 @@ class Runner:
             launched: in flight, and the step before it was read: the host knows all tokens.
             masks: (G, ceil(V / 32)) what their grammars allow.
         """
-        assert launched.constrained_logits is not None
+        logits, free = launched.constrained_logits, launched.sampled
+        assert logits is not None
         sampling = launched.batch.sampling
         first, proposals = sampling.num_free, sampling.proposals
-        constrained = self.sampler.sample(
-            launched.constrained_logits,
-            sampling.slots[first:],
-            sampling.output_index[first:],
-            recent=None if proposals is None else mx.array(proposals.token_ids[first:]),
-            mask=mx.array(masks),
-            proposed=[] if proposals is None else proposals.drawn[first:],
-        )
-        free = launched.sampled
-        tokens = constrained.tokens
-        chosen = _chosen(launched.constrained_logits, tokens)
-        launched.checks.append(mx.pad(chosen, [(first, 0), (0, 0)]))
+        recent = None if proposals is None else mx.array(proposals.token_ids[first:])
+        sampled, new = self._sample(launched, logits, slice(first, None), recent, mx.array(masks))
+        tokens, check = sampled.tokens, _chosen(logits, sampled.tokens)
+        launched.checks.append(mx.pad(check, [(first, 0), (0, 0)]))
         if free is not None:
             tokens = mx.concatenate([free.tokens, tokens])
-        launched.sampled = Sampled(tokens, None if free is None else free.logprobs)
-        launched.constrained, launched.constrained_logits = constrained, None
-        new = [tokens, launched.checks[-1]]
-        new += [] if constrained.logprobs is None else constrained.logprobs.arrays()
+        launched.sampled, launched.constrained_logits = Sampled(tokens, None), None
+        new += [tokens, launched.checks[-1]]
         launched.outputs += new
         if launched.local_outputs is None:
             mx.async_eval(new)
 
+    def _sample(
+        self,
+        launched: Launched,
+        logits: mx.array,
+        rows: slice,
+        recent: mx.array | None,
+        mask: mx.array | None = None,
+    ) -> tuple[Sampled, list[mx.array]]:
+        """Sample some rows of a step from their logits; and the arrays to evaluate for them."""
+        sampling, proposals = launched.batch.sampling, launched.batch.sampling.proposals
+        slots, counts = sampling.slots[rows], sampling.output_index[rows]
+        proposed = [] if proposals is None else proposals.drawn[rows]
+        sampled = self.sampler.sample(logits, slots, counts, recent, mask, proposed)
+        if sampled.logprobs is None:
+            return sampled, [sampled.tokens]
+        launched.logprobs.append((rows.start, sampled.logprobs))
+        return sampled, [sampled.tokens, *sampled.logprobs.arrays()]
+
     def commit(self, batch: Batch, token_ids: Seq[int], result: CommitResult) -> None:
         """Let the sampler know the tokens (R,) that were read and kept."""
-        slots, kept = batch.sampling.slots, {}
-        if batch.sampling.proposals is not None:
-            kept = num_kept(batch, result)
-            self.forward.take_back(kept)
+        slots = batch.sampling.slots
+        if result.num_kept:
+            self.forward.take_back(result.num_kept)
         if self._followers is not None:
-            self._followers.commit(kept)
-        if result.released or result.discarded:
-            gone = {*result.released, *result.discarded}
+            self._followers.commit(result.num_kept)
+        if gone := {*result.released, *result.discarded}:
             slots = tuple([-1 if row in gone else slot for row, slot in enumerate(slots)])
         self.sampler.observe(slots, token_ids)
 
@@ -452,35 +432,25 @@ class Runner:
             asking = zip(_with_prompt_logits(batch), computed.prompt_logits, strict=True)
             prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
             outputs = [rows for *_, rows in prompt_logits]
-        logits, sampling = computed.logits, batch.sampling
         largest = list(map(_largest, computed.stored))
         stored = mx.stack(largest).max(axis=0) if len(largest) > 1 else next(iter(largest), None)
         outputs += largest
+        launched = Launched(batch, None, prompt_logits, outputs, stored_check=stored)
+        logits, sampling, free = computed.logits, batch.sampling, batch.sampling.num_free
         if logits is None:
-            return Launched(batch, None, prompt_logits, outputs, stored_check=stored)
-        checks: list[mx.array] = []
-        sampled, free = None, sampling.num_free
-        all_free = free == len(sampling.sequences)
+            return launched
         if free:
-            recent, proposals = _recent(step, sampling, computed.ids), sampling.proposals
-            sampled = self.sampler.sample(
-                logits if all_free else logits[:free],
-                sampling.slots[:free],
-                sampling.output_index[:free],
-                None if recent is None else recent[:free],
-                proposed=[] if proposals is None else proposals.drawn[:free],
-            )
-            outputs.append(sampled.tokens)
-            outputs += [] if sampled.logprobs is None else sampled.logprobs.arrays()
+            recent = _recent(step, sampling, computed.ids)
+            recent = None if recent is None else recent[:free]
+            free_logits = logits if free == len(sampling.sequences) else logits[:free]
+            launched.sampled, new = self._sample(launched, free_logits, slice(0, free), recent)
+            outputs += new
             # NaN or infinity of a hidden vector makes all of its row's logits NaN (the last norm)
-            checks.append(_chosen(logits if all_free else logits[:free], sampled.tokens))
+            launched.checks.append(_chosen(free_logits, launched.sampled.tokens))
         if batch.begins_answers:
-            checks.append(_largest(logits))
-        outputs += checks
-        launched = Launched(
-            batch, sampled, prompt_logits, outputs, checks=checks, stored_check=stored
-        )
-        if not all_free:
+            launched.checks.append(_largest(logits))
+        outputs += launched.checks
+        if free < len(sampling.sequences):
             launched.constrained_logits = logits[free:]
             outputs.append(launched.constrained_logits)
         return launched

@@ -74,7 +74,6 @@ class Scheduler:
             tenants=self.queues.shares,
         )
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
-        self._most_proposals = self._max_short - 1  # of each sequence in a step
         self._proposer = proposer
         self._num_stages = num_stages
         self._rows: DecodeRows | None = None  # where times of steps may decide
@@ -99,7 +98,7 @@ class Scheduler:
         if self._num_stages == 1 and (batch.ragged or (self._shared and self.prefill.is_long)):
             return True
         proposer = self._proposer if self._most_proposals else None
-        return proposer is not None and proposer.depth(running, len(running)) > 0
+        return proposer is not None and proposer.choose_depth(running, len(running)) > 0
 
     def max_in_flight(self, batch: Batch) -> int:
         """How many steps may stay in flight after this one was launched, this one included.
@@ -116,8 +115,8 @@ class Scheduler:
         """The next step; None: nothing can be computed now."""
         queues = self.queues
         replaced = self.kv_manager.settle(queues.running)
-        # They hold old tables or slots: a page was replaced, or the last turn admitted sequences
-        # and then had nothing to compute.
+        # They hold old tables or slots: a page was replaced, or sequences were admitted when there
+        # was nothing to compute.
         if replaced or queues.admitted:
             self._steady = []
         if queues.contested:
@@ -152,20 +151,18 @@ class Scheduler:
         value is the number of all sequences that decode, if the step has only some of them; else 0.
         """
         preemptions, num_decoding = self.counters.preemptions, 0
-        self._most_proposals = self._max_short - 1
         decoding = [s for s in self.queues.running if s.decodes]
         if self._num_stages > 1:
             decoding, num_decoding = self._micro_batch(decoding)
         elif self._shared and self._rows is not None:
-            decoding, num_decoding = self._rows_in_turn(self._rows, decoding)
+            decoding, num_decoding = self._shared_rows(self._rows, decoding)
         proposals = self._propose(decoding, num_decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
         decodes = None
         for before in self._steady:
             if before.sequences == singles:
                 decodes = before.advance()
-        if decodes is None:
-            decodes = DecodeBatch.of(singles)
+        decodes = decodes or DecodeBatch.of(singles)
         self._hold_decodes(decodes)
         verified = []
         for sequence, proposed in proposals.items():
@@ -187,14 +184,13 @@ class Scheduler:
         ready = [s for s in decoding if not s.num_pending]
         return ready[: -(-num_decoding // self._num_stages)], num_decoding
 
-    def _rows_in_turn(
+    def _shared_rows(
         self, rows: DecodeRows, decoding: list[Sequence]
     ) -> tuple[list[Sequence], int]:
         """As `_micro_batch`, if tenants share the step: tokens come as often as shares say."""
         rows.times.note(self.prefill.decoded)
         prefilling, page_s = self._prompts_s(self._prompts()), self.prefill.page_s
         chosen = rows.choose(decoding, prefilling, self.queues.tenants, page_s)
-        self._most_proposals = min(self._most_proposals, rows.depth)
         return chosen, len(decoding) if len(chosen) < len(decoding) else 0
 
     def _prompts_s(self, prefilling: Iterable[Sequence]) -> dict[Tenant, float]:
@@ -236,10 +232,8 @@ class Scheduler:
         all_decode = len(decodes.sequences) + len(verified) == len(queues.running)
         if all_decode and not queues.waiting:
             return []
-        prefilling = []
-        if not all_decode:
-            behind = [s for s in queues.running if s.num_left > 0 and not s.num_pending]
-            prefilling = [s for s in behind if not s.decodes]
+        behind = [s for s in queues.running if not all_decode and s.num_left > 0]
+        prefilling = [s for s in behind if not (s.num_pending or s.decodes)]
         max_prefilling = self.prefill.fixed // self.page_size  # each gets a page at least
         preemptions = self.counters.preemptions
         while admitted := queues.admit(
@@ -293,6 +287,12 @@ class Scheduler:
 
     # -- proposals ------------------------------------------------------------------------------
 
+    @property
+    def _most_proposals(self) -> int:
+        """Of each sequence in a step; where tenants share it, as many as fit beside its rows."""
+        most = self._max_short - 1
+        return min(most, self._rows.depth) if self._shared and self._rows is not None else most
+
     def _propose(self, decoding: list[Sequence], num_decoding: int) -> dict[Sequence, Proposal]:
         """Proposals to verify, by sequence. Sequences with unread tokens get none, nor
         do those that gave NaN.
@@ -301,10 +301,11 @@ class Scheduler:
         `num_decoding`: see `_next_decodes`.
         """
         proposer = self._proposer
-        if proposer is None or not self._most_proposals:
+        most = self._most_proposals
+        if proposer is None or not most:
             return {}
         known = [s for s in decoding if not (s.num_pending or s.alone)]
-        depth = min(proposer.depth(known, num_decoding or len(known)), self._most_proposals)
+        depth = min(proposer.choose_depth(known, num_decoding or len(known)), most)
         if depth <= 0:
             return {}
         proposals: dict[Sequence, Proposal] = {}
@@ -375,10 +376,7 @@ class Scheduler:
         self.counters.tokens_computed += batch.num_tokens
 
     def _note_steady(self, batch: Batch) -> None:
-        if batch.admitted:  # maybe again, in another slot
-            self._steady = []
-            return
-        if self._num_stages == 1:  # each step is of all rows
+        if batch.admitted or self._num_stages == 1:  # maybe again, in another slot; or all rows are
             self._steady = []
         else:
             sequences = set(batch.sequences)
@@ -397,7 +395,12 @@ class Scheduler:
         sampling, result = batch.sampling, CommitResult()
         assert len(token_ids) == len(sampling.sequences)
         proposals = sampling.proposals
-        holds = accepted_rows(proposals, token_ids) if proposals is not None else None
+        holds = None
+        if proposals is not None:
+            holds = accepted_rows(proposals, token_ids)
+            verified = [segment for segment in batch.short if segment.proposals]
+            result.num_accepted = {segment.sequence: 0 for segment in verified}
+            result.num_kept = {segment.slot: 1 for segment in verified}
         rows = zip(sampling.sequences, token_ids, strict=True)
         for row, (sequence, token_id) in enumerate(rows):
             sequence.num_pending -= 1
@@ -410,7 +413,10 @@ class Scheduler:
             if proposals is not None and proposals.counts[row]:
                 self.counters.tokens_accepted += 1
                 sequence.request.num_accepted += 1
-                sequence.num_computed += sequence.slot >= 0  # the proposal before it held
+                result.num_accepted[sequence] += 1  # the proposal before it held
+                if sequence.slot >= 0:
+                    sequence.num_computed += 1
+                    result.num_kept[sequence.slot] += 1
             request, num_known = sequence.request, len(sequence.token_ids)
             if (
                 num_known >= sequence.max_known

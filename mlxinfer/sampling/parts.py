@@ -29,9 +29,10 @@ class SamplerSlot:
 
     Attributes:
         memories: the request's tokens as each part needs them; each has `append(token_id)`.
+        cuts_in_kernel: the sampling kernel may do its fused parts: no other part comes after them.
     """
 
-    __slots__ = ("breakers", "memories", "params", "parts", "stop_ids", "stream")
+    __slots__ = ("breakers", "cuts_in_kernel", "memories", "params", "parts", "stop_ids", "stream")
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class SamplerSlot:
         self.params, self.stream = params, stream_of(params.seed)
         self.stop_ids, self.breakers = stop_ids, breakers
         self.parts = [part for part in PARTS if part.concerns(params)]
+        self.cuts_in_kernel = AFTER_FUSED.isdisjoint(self.parts)
         self.memories: dict[SamplerPart, Any] = {
             part: part.memory(self, prompt_ids, output_ids)
             for part in self.parts
@@ -51,7 +53,7 @@ class SamplerSlot:
         }
 
 
-class Turn(NamedTuple):
+class SamplerStep(NamedTuple):
     """Which token each of the R rows of a batch is to get."""
 
     counts: NDArray[np.int64]  # (R,) its index: how many tokens the answer has before it
@@ -61,13 +63,13 @@ class Turn(NamedTuple):
 class SamplerPart(NamedTuple):
     """A part of sampling: one row in the table of parts.
 
-    `Turn.recent` has the newest tokens of a row if only the device knows them, or if they are
-    proposals. Logits must be the same, bit for bit, whether a token is in the memory or among the
-    recent ones, and with any other rows in the batch.
+    `SamplerStep.recent` has the newest tokens of a row if only the device knows them, or if they
+    are proposals. Logits must be the same, bit for bit, whether a token is in the memory or among
+    the recent ones, and with any other rows in the batch.
     """
 
-    # Logits (P, width) -> (P, width); the turn is that of the whole batch.
-    change: Callable[[mx.array, "PartRows", Turn], mx.array]
+    # Logits (P, width) -> (P, width); the step is that of the whole batch.
+    change: Callable[[mx.array, "PartRows", SamplerStep], mx.array]
     concerns: Callable[[SamplingParams], bool]  # whether a request needs it
     # Of a request: its slot, prompt and answer so far -> a memory.
     memory: Callable[[SamplerSlot, Sequence[int], Sequence[int]], Any] | None = None
@@ -96,21 +98,21 @@ class PartRows:
         memories = [] if part.memory is None else [slot.memories[part] for slot in row_slots]
         return PartRows(part, array, device_places, row_slots, spare, memories)
 
-    def apply(self, logits: mx.array, turn: Turn) -> mx.array:
+    def apply(self, logits: mx.array, step: SamplerStep) -> mx.array:
         """Logits (R, width) of the whole batch with these rows changed."""
         places = self.device_places
         if places is None:
-            return self.part.change(logits, self, turn)
-        logits[places] = self.part.change(logits[places], self, turn)
+            return self.part.change(logits, self, step)
+        logits[places] = self.part.change(logits[places], self, step)
         return logits
 
-    def counts(self, turn: Turn) -> NDArray[np.int64]:
+    def counts(self, step: SamplerStep) -> NDArray[np.int64]:
         """(P,) counts of these rows."""
-        return turn.counts[self.places]
+        return step.counts[self.places]
 
-    def recent(self, turn: Turn) -> mx.array | None:
+    def recent(self, step: SamplerStep) -> mx.array | None:
         """(P, n) recent tokens of these rows."""
-        places, recent = self.device_places, turn.recent
+        places, recent = self.device_places, step.recent
         return recent if recent is None or places is None else recent[places]
 
     def settings(self, name: str) -> list[Any]:
@@ -161,11 +163,11 @@ class History:
         return mx.concatenate([known, recent[:num_recent]])
 
 
-def process(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def process(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Call the `logits_processors` of each row. Tokens that a grammar forbids stay forbidden."""
-    recent, size = rows.recent(turn), rows.spare
+    recent, size = rows.recent(step), rows.spare
     processed = []
-    for place, (slot, count) in enumerate(zip(rows.slots, rows.counts(turn), strict=True)):
+    for place, (slot, count) in enumerate(zip(rows.slots, rows.counts(step), strict=True)):
         newest = None if recent is None else recent[place]
         tokens, row = rows.memories[place].before(int(count), newest), logits[place, None, :size]
         for function in slot.params.logits_processors:
@@ -175,7 +177,7 @@ def process(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     return mx.where(logits > -mx.inf, after, -mx.inf)
 
 
-def choose(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def choose(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Keep the token that the `sampler` of each row takes, and no other."""
     tokens = []
     for place, sampler in enumerate(rows.settings("sampler")):
@@ -196,13 +198,13 @@ def repetition_memory(
     return TokenBuffer([*prompt_ids, *output_ids], last=None if window < 0 else window)
 
 
-def repetition(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def repetition(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Divide logits above 0 and multiply the others, once for each distinct token that came before.
 
     The penalty of Keskar et al., "CTRL", 2019, over the last `repetition_window` tokens of prompt
     and answer, as llama.cpp's `repeat_last_n` and mlx-lm's `repetition_context_size`.
     """
-    tokens = _tokens(rows, turn)
+    tokens = _tokens(rows, step)
     real = tokens >= 0
     from_end = mx.cumsum(real.astype(mx.int32), axis=-1, reverse=True)  # the newest token: 1
     ids = mx.where(real & (from_end <= rows.once(_windows)), tokens, rows.spare)
@@ -211,8 +213,8 @@ def repetition(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     return mx.put_along_axis(logits, ids, after, axis=-1)
 
 
-def occurrences(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
-    tokens = _tokens(rows, turn)
+def occurrences(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
+    tokens = _tokens(rows, step)
     ids = mx.where(tokens >= 0, tokens, rows.spare)
     place = mx.arange(len(rows.slots))[:, None]
     counts = mx.zeros_like(logits).at[place, ids].add(1.0)  # (P, width)
@@ -220,14 +222,14 @@ def occurrences(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     return mx.where(counts > 0, logits - rows.column("presence_penalty"), logits)
 
 
-def _tokens(rows: PartRows, turn: Turn) -> mx.array:
+def _tokens(rows: PartRows, step: SamplerStep) -> mx.array:
     """(P, N + n) the tokens in each memory, then the recent ones; -1 where there is none."""
     known = [memory.ids for memory in rows.memories]
     table = np.full((len(known), max(1, *map(len, known))), -1, dtype=np.int32)
     for row, ids in enumerate(known):
         table[row, : len(ids)] = ids
     tokens = mx.array(table)
-    recent = rows.recent(turn)
+    recent = rows.recent(step)
     return tokens if recent is None else mx.concatenate([tokens, recent], axis=-1)
 
 
@@ -259,10 +261,10 @@ class BiasTable(NamedTuple):
     min_tokens: NDArray[np.int64]  # (P, 1)
 
 
-def biases(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def biases(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Add `logit_bias`, and forbid end tokens until the answer has `min_tokens`."""
     table = rows.once(_bias_table)
-    is_early = rows.counts(turn)[:, None] < table.min_tokens
+    is_early = rows.counts(step)[:, None] < table.min_tokens
     added = np.where(is_early, table.early, table.later)
     if not added.any():
         return logits
@@ -301,7 +303,7 @@ class DryTable(NamedTuple):
     breakers: mx.array  # (P, width) bool
 
 
-def dry(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def dry(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Make tokens less probable that would continue a long repetition.
 
     A token that would extend a repetition of L tokens loses
@@ -311,7 +313,7 @@ def dry(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     llama.cpp (`dry_*`).
     """
     table = rows.once(_dry_table)
-    tokens, lengths = _repeated(rows.memories, table, rows.recent(turn))
+    tokens, lengths = _repeated(rows.memories, table, rows.recent(step))
     following, lengths = tokens[:, 1:], lengths[:, :-1]  # (P, N - 1)
     columns = mx.where(following >= 0, following, rows.spare)
     breaks = mx.take_along_axis(table.breakers, columns, axis=-1)
@@ -416,7 +418,7 @@ def _weights(logits: mx.array, highest: mx.array, temperature: mx.array) -> mx.a
     return mx.exp((logits - mx.maximum(highest, LOWEST)) / temperature)
 
 
-def top_n_sigma(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def top_n_sigma(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Keep logits within n standard deviations of the highest, over tokens above -inf.
 
     Tang et al., "Top-nσ: Not all logits are you need", 2024.
@@ -430,7 +432,7 @@ def top_n_sigma(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     return mx.where(logits >= logits.max(axis=-1, keepdims=True) - reach, logits, -mx.inf)
 
 
-def typical(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def typical(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Keep the tokens with a surprise nearest the entropy, up to a mass.
 
     Meister et al., "Locally typical sampling", 2022. Equally typical tokens stay or go together.
@@ -451,7 +453,7 @@ def typical(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     return mx.where(typical, logits, -mx.inf)
 
 
-def top_k(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def top_k(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Keep the k highest logits and, of those, the smallest set that reaches top-p.
 
     The k highest are all that is sorted. They are compared as logits: two of them may have one
@@ -484,20 +486,20 @@ def _top_ps(rows: PartRows) -> mx.array | None:
     return mx.array(limits[:, None]) if (top_ps < 1).any() else None
 
 
-def top_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def top_p(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Keep the smallest set of the most probable tokens that reaches a mass of top-p."""
     weights = weights_of(logits, rows.once(temperatures))
     return mx.where(weights >= _top_p_floor(weights, rows.column("top_p")), logits, -mx.inf)
 
 
-def min_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def min_p(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """Keep tokens that have at least this share of the most probable token's probability."""
     highest = logits.max(axis=-1, keepdims=True)
     reach = rows.once(temperatures) * mx.log(rows.column("min_p"))  # at most 0
     return mx.where(logits >= highest + reach, logits, -mx.inf)
 
 
-def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+def xtc(logits: mx.array, rows: PartRows, step: SamplerStep) -> mx.array:
     """With some probability, exclude all tokens that reach a threshold, except the least probable.
 
     P. E. Weidmann, "Exclude top choices", text-generation-webui, pull request 6335, 2024.
@@ -507,7 +509,7 @@ def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     likely = allowed & (weights >= rows.column("xtc_threshold") * total_weight(weights))
     least = mx.where(likely, weights, mx.inf).min(axis=-1, keepdims=True)
     streams = np.array([slot.stream for slot in rows.slots], dtype=np.uint64)
-    random = uniforms(streams ^ EXCLUDING, rows.counts(turn))
+    random = uniforms(streams ^ EXCLUDING, rows.counts(step))
     chance = np.array(rows.settings("xtc_probability"), dtype=np.float32)
     now = mx.array((random < chance)[:, None])
     return mx.where(allowed & ~(now & likely & (weights > least)), logits, -mx.inf)
@@ -584,5 +586,5 @@ CUTS = (
 )
 
 PARTS = (*PENALTIES, *CUTS, SamplerPart(choose, lambda p: p.sampler is not None))
-# Parts behind a fused one that the kernel does not do.
-LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]
+LAST_FUSED = [part for part in PARTS if part.fused][-1]
+AFTER_FUSED = set(PARTS[PARTS.index(LAST_FUSED) + 1 :])

@@ -8,6 +8,7 @@ kernel does the draw together with the parts marked `fused`, and the grammar's m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +31,7 @@ from .draw import (
     take_or_redraw,
     uniforms,
 )
-from .parts import KEEP_ALL, LATE, PARTS, TINY, PartRows, SamplerSlot, Turn, weights_of
+from .parts import KEEP_ALL, PARTS, TINY, PartRows, SamplerSlot, SamplerStep, weights_of
 
 WORD_BITS = 32
 MAX_PLANS = 32  # batches that come again: micro-batches that take turns, numbers of proposals
@@ -107,7 +108,7 @@ class SamplingPlan:
     """The work of the sampler for R rows, kept while the slots of the batch stay the same."""
 
     before: list[PartRows]  # parts that come before the draw, whatever draws
-    fused: list[PartRows]  # parts behind them, where no kernel does their work
+    fused: list[PartRows]  # parts behind them, unless a kernel draws
     drawn: NDArray[np.int64]  # (D,) rows that are drawn; the others are greedy
     device_drawn: mx.array | None  # (D,) int32 the same; None: all
     temperature: mx.array  # (D, 1) float32
@@ -120,19 +121,16 @@ class SamplingPlan:
 def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
     """The plan of a batch of R rows, one slot for each row.
 
-    If a row has a part of `LATE`, its fused parts are done before the draw, too. The kernel then
-    draws from the tokens that are left.
+    Fused parts of a row with parts after them come before the draw, too.
     """
     params = [slot.params for slot in slots]
-    early = [any(part in LATE for part in slot.parts) for slot in slots]
     before: list[PartRows] = []
     fused: list[PartRows] = []
     for part in PARTS:
         rows = [row for row, slot in enumerate(slots) if part in slot.parts]
-        first = [row for row in rows if early[row] or not part.fused]
-        rest = [row for row in rows if part.fused and not early[row]]
-        for places, parts in ((first, before), (rest, fused)):
-            if places:
+        for parts, in_kernel in ((before, False), (fused, True)):
+            there = [(part.fused and slots[row].cuts_in_kernel) == in_kernel for row in rows]
+            if places := list(compress(rows, there)):
                 parts.append(PartRows.of(part, places, slots, vocab_size))
     drawn = np.array([row for row, p in enumerate(params) if not p.greedy], dtype=np.int64)
     temperatures = [max(params[row].temperature, TINY) for row in drawn.tolist()]
@@ -143,23 +141,21 @@ def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
         device_drawn=None if len(drawn) == len(slots) else mx.array(drawn.astype(np.int32)),
         temperature=mx.array(temperatures, mx.float32)[:, None] if temperatures else mx.zeros(0),
         streams=np.array([slots[row].stream for row in drawn.tolist()], dtype=np.uint64),
-        settings=_settings(slots, early, vocab_size),
+        settings=_settings(slots, vocab_size),
         logprobs={row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None},
         padding=row_padding(len(slots), vocab_size),
     )
 
 
-def _settings(
-    slots: Sequence[SamplerSlot], early: Sequence[bool], vocab_size: int
-) -> NDArray[np.void]:
-    """(R,) SETTINGS for the kernel; rows that are truncated `early` are drawn from what is left."""
+def _settings(slots: Sequence[SamplerSlot], vocab_size: int) -> NDArray[np.void]:
+    """(R,) SETTINGS for the kernel, which cuts no row that was cut before."""
     settings = np.zeros(len(slots), SETTINGS)
-    for row, slot, is_early in zip(settings, slots, early, strict=True):
+    for row, slot in zip(settings, slots, strict=True):
         params = slot.params
         row["temperature"] = 0 if params.greedy else max(params.temperature, TINY)
         row["stream"] = slot.stream
         row["top_p"] = KEEP_ALL
-        if not is_early:
+        if slot.cuts_in_kernel:
             row["top_k"] = params.top_k if params.top_k < vocab_size else 0
             row["top_p"] = params.top_p if np.float32(params.top_p) < 1 else KEEP_ALL
             row["min_p"] = params.min_p
@@ -256,34 +252,29 @@ class Sampler:
             mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
             proposed: (R,) proposals that are taken or redrawn by rejection sampling; empty: none.
         """
-        plan, turn = self._plan_for(slots), Turn(counts, recent)
+        plan, step = self._plan_for(slots), SamplerStep(counts, recent)
         rows = logits
         if plan.before:
             if mask is not None:
                 rows, mask = self._masked(rows, mask), None
             rows = pad_rows(rows, plan.padding)
             for part in plan.before:
-                rows = part.apply(rows, turn)
+                rows = part.apply(rows, step)
         weights = None
         if not len(plan.drawn) and mask is None:
             tokens = mx.argmax(rows, axis=-1).astype(mx.int32)
-        elif self._kernel_draws(rows, mask, proposed):
+        elif not (self._proposes or any(proposed)) and self.has_kernel(
+            sample_variant(rows.dtype, masked=mask is not None)
+        ):
             settings = plan.settings.copy()
             settings["count"] = counts
             tokens = sample(rows, settings_array(settings), mask)
         else:
-            tokens, weights = self._choose(plan, rows, turn, mask, proposed)
+            tokens, weights = self._choose(plan, rows, step, mask, proposed)
         logprobs = None
         if plan.logprobs:
             logprobs = LogprobArrays.of(logits, tokens, plan.logprobs)
         return Sampled(tokens, logprobs, weights if self._proposes else None, plan.drawn)
-
-    def _kernel_draws(
-        self, rows: mx.array, mask: mx.array | None, proposed: Sequence[Drawn | None]
-    ) -> bool:
-        if self._proposes or any(proposed):
-            return False
-        return self.has_kernel(sample_variant(rows.dtype, masked=mask is not None))
 
     def has_kernel(self, variant: Variant) -> bool:
         """Whether a kernel may be used, of those in `kernels`."""
@@ -308,7 +299,7 @@ class Sampler:
         self,
         plan: SamplingPlan,
         rows: mx.array,
-        turn: Turn,
+        step: SamplerStep,
         mask: mx.array | None,
         proposed: Sequence[Drawn | None],
     ) -> tuple[mx.array, mx.array | None]:
@@ -321,10 +312,10 @@ class Sampler:
             rows = pad_rows(rows, plan.padding)
         greedy = None if plan.device_drawn is None else mx.argmax(rows, axis=-1).astype(mx.int32)
         for part in plan.fused:
-            rows = part.apply(rows, turn)
+            rows = part.apply(rows, step)
         if plan.device_drawn is not None:
             rows = rows[plan.device_drawn]
-        weights, counts = weights_of(rows, plan.temperature), turn.counts[plan.drawn]
+        weights, counts = weights_of(rows, plan.temperature), step.counts[plan.drawn]
         streams = plan.streams ^ PROPOSING if self._proposes else plan.streams
         drawn = draw(weights, mx.array(uniforms(streams, counts)))
         if any(proposed):

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.inputs import Move
+from ..cache.prefix import common_length
 from ..config import EngineConfig
 from ..core import Request, SamplingParams
 from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence, namespace_of
@@ -177,10 +178,7 @@ class DraftProposer(ProposalSource):
         drafted.num_computed = min(drafted.num_computed, start + num_kept)
 
     def _num_kept(self, drawn: list[int], new: list[int]) -> int:
-        agreed = 0
-        while agreed < min(len(drawn), len(new)) and drawn[agreed] == new[agreed]:
-            agreed += 1
-        return agreed
+        return common_length(drawn, new)
 
     def _begin(self, sequence: Sequence, keep: dict[Sequence, int]) -> Counterpart | None:
         """A new counterpart; None: there is no room, or tokens that the draft does not have."""

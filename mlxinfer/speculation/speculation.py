@@ -129,7 +129,7 @@ class Speculation(Proposer):
 
     # -- the engine's Proposer ------------------------------------------------------------------
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """The most proposals that any sequence will have, as far as it can be foreseen.
 
         A turn may ask twice: before it reads the step in flight, and after.
@@ -190,7 +190,7 @@ class Speculation(Proposer):
         drafted: list[Segment] = []
         if batch.sampling.proposals is not None:
             drafted = [segment for segment in batch.short if segment.proposals]
-            self._count(batch, result, drafted)
+            self._count(result, drafted)
         self._measure(batch, result, drafted)
         for segment in drafted:
             self._planned.pop(segment.sequence, None)
@@ -274,16 +274,10 @@ class Speculation(Proposer):
 
     # -- what came of it ------------------------------------------------------------------------
 
-    def _count(self, batch: Batch, result: CommitResult, drafted: Seq[Segment]) -> None:
-        sampling, gone = batch.sampling, set(result.discarded)
-        assert sampling.proposals is not None
-        accepted = {segment.sequence: 0 for segment in drafted}
-        for row, count in enumerate(sampling.proposals.counts.tolist()):
-            if count and row not in gone:
-                accepted[sampling.sequences[row]] += 1
+    def _count(self, result: CommitResult, drafted: Seq[Segment]) -> None:
         for segment in drafted:
             sequence, num_drafted = segment.sequence, len(segment.proposals)
-            plan, held = self._planned.get(sequence), accepted[sequence]
+            plan, held = self._planned.get(sequence), result.num_accepted[sequence]
             if plan is None:
                 continue
             counts = plan.source.counts
@@ -308,20 +302,20 @@ class Speculation(Proposer):
         if not num_sequences:
             return
         num_decoding = max(batch.num_decoding, num_sequences)
-        turns, seconds = num_decoding / num_sequences, None  # steps until all rows had one
+        scale, seconds = num_decoding / num_sequences, None  # steps until all rows had one
         steady = batch.num_tokens > 0 and not batch.long and not batch.begins_answers
         steady &= not batch.was_delayed
         if steady:
             first, now_s = batch.sampling.sequences[0], self._clock()
             before_s, self._read_s[first] = self._read_s.get(first), now_s
             # A plain step that was foreseen to have proposals was not launched ahead.
-            if before_s is not None and (num_proposals or self._num_plain >= turns):
+            if before_s is not None and (num_proposals or self._num_plain >= scale):
                 seconds = now_s - before_s
         else:
             self._read_s.clear()
         self._num_plain = self._num_plain + 1 if steady and not num_proposals else 0
         if seconds is None:
-            turns = 1
+            scale = 1
         draft_s, depth = 0.0, 0
         for segment in drafted:
             plan = self._planned.get(segment.sequence)
@@ -329,10 +323,10 @@ class Speculation(Proposer):
                 draft_s, depth = plan.draft_s, max(depth, len(segment.proposals))
         step = MeasuredStep(
             num_decoding,
-            round(num_proposals * turns),
-            round((len(batch.sampling.sequences) - len(result.discarded)) * turns),
+            round(num_proposals * scale),
+            round((len(batch.sampling.sequences) - len(result.discarded)) * scale),
             seconds,
-            draft_s * turns,
+            draft_s * scale,
             depth,
         )
         if self._controller.observe(step):

@@ -8,7 +8,7 @@ from cache.prefix_invariants import check, groups_of, states_of
 from mlxinfer.cache.disk import namespace_key
 from mlxinfer.cache.pages import PageAllocator, StateGroup, resume_point
 from mlxinfer.cache.prefix import EvictionQueue, Lease, Page, PrefixCache, index
-from mlxinfer.cache.prefix.index import chained, packed
+from mlxinfer.cache.prefix.index import page_key
 
 SIZE = 4
 
@@ -164,15 +164,15 @@ def test_pages_keep_their_prompts_when_the_model_becomes_known() -> None:
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[bytes] = []
+    hashed: list[list[int]] = []
 
-    def counted(name: bytes, pages: Sequence[bytes]) -> list[bytes]:
-        hashed.extend(pages)
-        return chained(name, pages)
+    def counted(parent: bytes, token_ids: Sequence[int]) -> bytes:
+        hashed.append(list(token_ids))
+        return page_key(parent, token_ids)
 
     cache = make_cache(window)
     put(cache, range(400))
-    monkeypatch.setattr(index, "chained", counted)
+    monkeypatch.setattr(index, "page_key", counted)
     prompt = cache.names("", range(400))
     for _ in range(3):
         assert cache.probe(prompt).num_tokens == 399
@@ -180,7 +180,7 @@ def test_each_page_is_hashed_once(window: int | None, monkeypatch: pytest.Monkey
     for table, allocator in zip(lease.tables, cache.allocators, strict=True):
         table.append(allocator.allocate(100))
     cache.extend(lease, prompt, 400)
-    assert hashed == [packed(range(n, n + SIZE)) for n in range(0, 400, SIZE)]
+    assert hashed == [list(range(n, n + SIZE)) for n in range(0, 400, SIZE)]
     cache.release(lease)
 
 

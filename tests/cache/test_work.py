@@ -49,10 +49,12 @@ def test_kernels_write_by_the_positions_that_keys_are_turned_by() -> None:
     place = TailPlace.of(metadata, 16, by_position=True)
     assert place.positions.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
     assert place.offsets.tolist() == [5, 6, 7]
-    moved = TailPlace.of(replace(metadata, rope_positions=ints([1, 2, 2])), 16, by_position=True)
+    moved = TailPlace.of(
+        replace(metadata, moved_rope_positions=ints([1, 2, 2])), 16, by_position=True
+    )
     assert moved.positions.tolist()[:3] == [1, 2, 2]
     assert moved.offsets.tolist() == [5, 6, 7]
     three = np.arange(9, dtype=np.int32).reshape(3, 3)
-    turned = replace(metadata, rope_positions=three)
+    turned = replace(metadata, moved_rope_positions=three)
     assert TailPlace.of(turned, 16, by_position=True).positions is None
-    assert turned.turning.shape == (3, 3)
+    assert turned.rope_positions.shape == (3, 3)

@@ -22,7 +22,7 @@ class Oracle(Proposer):
         self._rng = random.Random(seed)
         self._rests = self._rng.choice([0.0, 0.3, 0.8])  # of the steps
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 0 if self._rng.random() < self._rests else self._rng.choice([1, 2, 4, 7, 9])
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:

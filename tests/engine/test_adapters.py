@@ -41,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class FromPrompt(Proposer):
     """Proposes tokens of the prompt."""
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 3
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:

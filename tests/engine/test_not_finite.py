@@ -187,7 +187,7 @@ class Stubborn:
         self._token_id = token_id
         self.num_proposed = 0
 
-    def depth(self, sequences: Sequence[Running], num_sequences: int) -> int:
+    def choose_depth(self, sequences: Sequence[Running], num_sequences: int) -> int:
         return 3
 
     def propose(self, sequences: Sequence[Running], depth: int) -> list[Proposal]:

@@ -10,7 +10,6 @@ from mlxinfer.cache.disk import DiskTier, Entry, namespace_key, page_key
 from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache, RestorePoint, index
-from mlxinfer.cache.prefix.index import chained, packed
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, PageSearch, PageStore, Place, ReceivedPages
 
@@ -202,20 +201,20 @@ def test_saving_stops_at_the_budget_and_at_the_deadline(
 def test_a_lookup_hashes_a_page_once_and_none_behind_the_first_that_lacks(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[bytes] = []
+    hashed: list[Seq[int]] = []
 
-    def counted(name: bytes, pages: Seq[bytes]) -> list[bytes]:
-        hashed.extend(pages)
-        return chained(name, pages)
+    def counted(name: bytes, ids: Seq[int]) -> bytes:
+        hashed.append(ids)
+        return page_key(name, ids)
 
-    monkeypatch.setattr(index, "chained", counted)
+    monkeypatch.setattr(index, "page_key", counted)
     search = PageSearch(bench.store, bench.point(IDS), 10)  # reading would check the keys, too
     assert len(search.wanted(search.reachable())) == 13
-    assert hashed == [packed(IDS[n : n + PAGE]) for n in range(0, 40, PAGE)]
+    assert hashed == [IDS[n : n + PAGE] for n in range(0, 40, PAGE)]
     hashed.clear()
     other = [7, *IDS[1:]] * 1000
     assert bench.store.find(bench.point(other)) is None
-    assert hashed == [packed(other[:PAGE])], "of 10,250 pages"
+    assert hashed == [other[:PAGE]], "of 10,250 pages"
 
 
 def test_reading_must_be_quicker_than_computing(bench: Bench) -> None:

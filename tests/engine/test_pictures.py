@@ -484,7 +484,7 @@ def test_rope_positions_of_three_axes_are_those_of_the_whole_prompt(case: str) -
     forward, kept = harness.loop.runner.forward.cache.begin_step, []
 
     def watched(metadata: StepMetadata) -> None:
-        kept.append((metadata.positions, metadata.turning))
+        kept.append((metadata.positions, metadata.rope_positions))
         forward(metadata)
 
     harness.loop.runner.forward.cache.begin_step = watched  # type: ignore[method-assign]

@@ -214,7 +214,7 @@ def test_stages_are_busy_and_a_slice_is_what_all_take(
 class TwoOfThree(Proposer):
     """Three proposals for each row of every step, of which two hold."""
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         assert num_decoding <= 8
         return 3
 

@@ -121,7 +121,7 @@ class RandomProposals(Proposer):
     def __init__(self, rnd: random.Random, most: int) -> None:
         self._rnd, self._most = rnd, most
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return self._most
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:

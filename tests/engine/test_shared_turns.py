@@ -24,7 +24,7 @@ class SlowProposer(Proposer):
     def __init__(self, device: SimulatedDevice, seconds: float) -> None:
         self._device, self._seconds = device, seconds
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 1 if self._seconds else 0
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:

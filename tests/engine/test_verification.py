@@ -43,7 +43,7 @@ class Script(Proposer):
     every: int = 1  # steps from one proposal to the next
     steps: int = 0
 
-    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+    def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         self.steps += 1
         return 7 if self.steps % self.every == 0 else 0
 

@@ -103,7 +103,7 @@ def full_step() -> StepInputs:
             [Segments(tables[2:3], *[ints([n]) for n in (9, 16, 6, 0, 3)], width=6)],
             ints([3, 4, 5, 16]),
             spans=np.arange(8, dtype=np.int32).reshape(2, 4),
-            rope_positions=np.arange(12, dtype=np.int32).reshape(3, 4),
+            moved_rope_positions=np.arange(12, dtype=np.int32).reshape(3, 4),
         ),
         follows=False,
         known_ids=ints([5, 6, 7, 8]),
@@ -159,7 +159,7 @@ CHANGED: dict[type, dict[str, Any]] = {
     },
     StepMetadata: {
         **{"positions": ints([3, 4, 5, 17]), "short": [], "long": [], "verified": [2]},
-        **{"spans": np.ones((2, 4), np.int32), "rope_positions": np.ones((3, 4), np.int32)},
+        **{"spans": np.ones((2, 4), np.int32), "moved_rope_positions": np.ones((3, 4), np.int32)},
     },
     Segments: {
         **{name: ints([1, 9]) for name in ("rows", "starts", "counts", "sealed", "slots")},

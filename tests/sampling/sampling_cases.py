@@ -7,7 +7,7 @@ from sampling_reference import Row
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.draw import pad_rows
-from mlxinfer.sampling.parts import SamplerSlot, Turn
+from mlxinfer.sampling.parts import SamplerSlot, SamplerStep
 from mlxinfer.sampling.sampler import make_plan
 
 VOCAB = 300
@@ -77,8 +77,8 @@ def changed(
     plan = make_plan(slots, vocab_size)
     logits = pad_rows(mx.array(np.stack([row.logits for row in cases])))
     recent = None if pending is None else mx.array(pending, mx.int32)[:, None]
-    turn = Turn(np.array([len(row.output_ids) for row in cases]), recent)
+    step = SamplerStep(np.array([len(row.output_ids) for row in cases]), recent)
     for part in plan.before + (plan.fused if fused else []):
-        logits = part.apply(logits, turn)
+        logits = part.apply(logits, step)
     assert mx.isinf(logits[:, vocab_size:]).all()
     return np.array(logits)[:, :vocab_size]

@@ -21,7 +21,7 @@ from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.runner import Forward, Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
-from mlxinfer.sampling.sampler import Sampler
+from mlxinfer.sampling.sampler import LogprobArrays, Sampler
 from mlxinfer.server import call as call_module
 from mlxinfer.server.admission import Admission
 from mlxinfer.server.apis import chat as chat_module
@@ -204,7 +204,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "head": (Runner, "_sampled"),
     "sample": (Sampler, "sample"),
     "read": (Launched, "token_ids"),
-    "logprobs": (Launched, "logprobs"),
+    "logprobs": (LogprobArrays, "read"),
 }
 
 
@@ -227,7 +227,7 @@ def test_in_a_step(single: LiveServer, name: str) -> None:
         "forward": (model, "__call__"),
         "mask": (engine_loop, "fill_masks"),
     }[name]
-    request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=LONG_TOKENS)
+    request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=LONG_TOKENS, logprobs=True)
     alone_answers(single)
     with single.stream(CHAT, request) as response:
         events = events_of(response)

@@ -15,7 +15,6 @@ from simulator.oracle import Rules, embed, key, mix, sample
 from mlxinfer.cache.disk import Entry
 from mlxinfer.engine.batch import Batch, CommitResult, SamplingRows, Segment
 from mlxinfer.engine.batch import Sequence as EngineSequence
-from mlxinfer.engine.proposals import num_kept
 
 
 class StepFailed(RuntimeError):
@@ -122,7 +121,7 @@ class FakeRunner:
     def commit(self, batch: Batch, tokens: Sequence[int], result: CommitResult) -> None:
         """Tokens were read; some rows have no slot any more, and some tokens were not kept."""
         if self.kv.states is not None:
-            self.kv.states.commit(num_kept(batch, result))
+            self.kv.states.commit(result.num_kept)
         sampling, gone = batch.sampling, {*result.released, *result.discarded}
         for row, (slot, token) in enumerate(zip(sampling.slots, tokens, strict=True)):
             if row not in gone:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from models.runs import every
-from simulator import fake_runner
 from simulator.programs import Program
 
 from mlxinfer.cache import pages
@@ -115,8 +114,10 @@ def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
     assert NUM_SEEDS < 30 or verified >= 2, "steps with proposals at the same time"
 
 
-def keeps_all(batch: Batch, result: object) -> dict[int, int]:
-    return {s.slot: s.num_tokens for s in batch.short if s.proposals}
+def keeps_all(self: Scheduler, batch: Batch, token_ids: Any, commit: Any = Scheduler.commit) -> Any:
+    result = commit(self, batch, token_ids)
+    result.num_kept = {s.slot: s.num_tokens for s in batch.short if s.proposals}
+    return result
 
 
 def without_leave(self: snapshots.Snapshots, sequence: Sequence) -> None:
@@ -166,7 +167,7 @@ STATES = {"proposes": True, "recurrent": True}
         (PageTable, "replace", nothing, {}),
         (PageGroup, "first_page", one_page_more, {}),
         (Scheduler, "_seal_tails", nothing, {}),
-        (fake_runner, "num_kept", keeps_all, STATES),
+        (Scheduler, "commit", keeps_all, STATES),
         (snapshots.Snapshots, "end", without_leave, STATES),
         # One program in 300 shows it: a step has to fail while a snapshot is due.
         (snapshots.Snapshots, "forget", nothing, {"first_seed": 190, **STATES}),

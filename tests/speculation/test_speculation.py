@@ -138,12 +138,12 @@ def test_a_step_without_proposals_looks_at_two_sequences_and_at_none_while_close
     source, policy = Counting(), Controller(max_depth=4)
     speculation = Speculation([source], policy, max_depth=4)
     rows = [following(range(100 + i, 130 + i), [99]) for i in range(64)]
-    assert speculation.depth(rows, len(rows)) == 0
+    assert speculation.choose_depth(rows, len(rows)) == 0
     assert source.asked == 0  # plain steps are measured before anything else
     for _ in range(WARM_UP):
         policy.observe(MeasuredStep(64, 0, 64, 0.01))
     for step in range(1, 40):
-        assert speculation.depth(rows, len(rows)) == 0
+        assert speculation.choose_depth(rows, len(rows)) == 0
         assert source.asked == 2 * step
 
 
@@ -177,7 +177,7 @@ def test_one_sequence_of_many_that_repeats_itself_is_found() -> None:
     speculation = ngrams()
     rows = [following(range(100 + i, 130 + i), [99]) for i in range(63)]
     rows.append(following([5, 6, 7, 8] * 9, [5, 6, 7, 8]))
-    assert any(speculation.depth(rows, len(rows)) for _ in range(33))
+    assert any(speculation.choose_depth(rows, len(rows)) for _ in range(33))
     assert speculation.propose(rows, 4)[63].token_ids == [5, 6, 7, 8]
 
 

@@ -110,13 +110,11 @@ class SavedSessions:
 
     def all_of(self, owner: str | None) -> list[SavedSession]:
         """The sessions of an owner, by name; those that cannot be read are left out."""
-        sessions = [session for _, session in self._readable() if session.owner == owner]
-        return sorted(sessions, key=lambda session: session.name)
-
-    def _readable(self) -> Iterator[tuple[Path, SavedSession]]:
+        sessions: list[SavedSession] = []
         for place in self.folder.glob("[!.]" * 32):
             with contextlib.suppress(DamagedSessionError, OSError):
-                yield place, _session_in(place)
+                sessions.append(_session_in(place))
+        return sorted([s for s in sessions if s.owner == owner], key=lambda session: session.name)
 
     def find(self, name: str, owner: str | None) -> SavedSession | None:
         """The session of this name; None: the owner has none. Raises DamagedSessionError."""

@@ -150,10 +150,6 @@ class DiskTier:
         if not pinned:
             self._forget(path)
 
-    def count_dropped(self) -> None:
-        with self._lock:
-            self._counts["dropped"] += 1
-
     def read(self, key: bytes) -> Entry | None:
         """The entry of the file of a key; None: not there, or broken and now removed."""
         path = self.path(key)
@@ -185,14 +181,17 @@ class DiskTier:
         """Write an entry, and remove the longest unused ones for room; False: it is not written."""
         size = entry.num_bytes
         if size > self.max_bytes:
-            self.count_dropped()
+            self._count(dropped=1)
             return False
-        self._scan_now_and_then()
+        self._num_until_scan -= 1
+        if self._num_until_scan <= 0:
+            self._num_until_scan = WRITES_PER_SCAN
+            self._scan()
         path = self.path(entry.key)
         written = False
         with self._errors_counted():
             if not self._make_room(size, but_for=path):
-                self.count_dropped()
+                self._count(dropped=1)
                 return False
             self._write(path, encode(entry))
             self._forget(path)
@@ -277,12 +276,15 @@ class DiskTier:
         with self._changed:
             waiting = self._num_pending_bytes + entry.num_bytes
             if not self._stopping and waiting <= self._max_pending_bytes:
-                self._start_writer()  # first: where it fails, nothing waits for it
+                if self._writer is None:  # first: where it fails, nothing waits for it
+                    writer = threading.Thread(target=self._write_all, name="kv-disk", daemon=True)
+                    writer.start()
+                    self._writer = writer
                 self._num_pending_bytes = waiting
                 self._pending[entry.key] = entry
                 self._changed.notify_all()
                 return True
-        self.count_dropped()
+        self._count(dropped=1)
         return False
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -297,12 +299,6 @@ class DiskTier:
             self._changed.notify_all()
         if self._writer is not None:
             self._writer.join(timeout_s)
-
-    def _start_writer(self) -> None:
-        if self._writer is None:
-            writer = threading.Thread(target=self._write_all, name="kv-disk", daemon=True)
-            writer.start()
-            self._writer = writer
 
     def _waiting(self, key: bytes) -> Entry | None:
         with self._changed:
@@ -340,12 +336,6 @@ class DiskTier:
             return True
 
     # -- looking around -------------------------------------------------------------------------
-
-    def _scan_now_and_then(self) -> None:
-        self._num_until_scan -= 1
-        if self._num_until_scan <= 0:
-            self._num_until_scan = WRITES_PER_SCAN
-            self._scan()
 
     def _scan(self, *, remove_temps: bool = False) -> None:
         files: list[tuple[int, str, int]] = []

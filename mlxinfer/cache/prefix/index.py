@@ -24,7 +24,6 @@ KEY_BYTES = 20
 VERSION = 4  # of names and entries; folders of other versions are emptied
 ID_BYTES = 8
 _PAGE = blake2b(digest_size=KEY_BYTES - 1, person=b"page")
-MAX_NAMED = 512
 TOKENS = attrgetter("tokens")  # by which the pages after a page are sorted
 NUM_GONE = 16384  # names of evicted pages that are remembered
 
@@ -44,19 +43,10 @@ class PageNames:
 
     def name(self, number: int) -> Name:
         """The name of whole page `number`; -1: the root."""
-        if number + 1 >= len(self._names):
-            self._hash(number + 1)
-        return self._names[number + 1]
-
-    def between(self, start: int, stop: int) -> list[Name]:
-        """The names of whole pages from `start` up to `stop`; quicker than one by one."""
-        self._hash(stop)
-        return self._names[start + 1 : stop + 1]
-
-    def _hash(self, count: int) -> None:
         names, size = self._names, self.page_size
-        new_ids = self.token_ids[(len(names) - 1) * size : count * size]
-        names += chained(names[-1], packed_pages(new_ids, size))
+        for n in range(len(names) - 1, number + 1):
+            names.append(page_key(names[n], self.token_ids[n * size : (n + 1) * size]))
+        return names[number + 1]
 
     def tokens(self, number: int, count: int | None = None) -> tuple[int, ...]:
         """The first `count` key ids of a page; None: all that there are."""
@@ -72,41 +62,18 @@ def namespace_key(*parts: str) -> bytes:
 
 
 def page_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    return chained(parent, [packed(token_ids)])[0]
+    """The name of the page with these key ids behind a name.
 
-
-def chained(name: bytes, pages: Iterable[bytes]) -> list[bytes]:
-    """The keys of pages that follow each other behind a name, from their packed ids."""
-    begin, names = _PAGE.copy, []  # quicker than a new hash with its parameters
-    for page in pages:
-        hashed = begin()
-        hashed.update(name)
-        hashed.update(page)
-        name = hashed.digest() + b"\0"
-        names.append(name)
-    return names
-
-
-def packed(token_ids: Sequence[int]) -> bytes:
-    """The bytes of ids for the hash: 4 each, or 8 and a mark if an id of a picture needs 8.
-
-    So the name and the ids of a page of text are one block of the hash.
+    Ids have 4 bytes each, or 8 and a mark if one is of a picture and needs 8. So the name and the
+    ids of a page of text are one block of the hash.
     """
+    hashed = _PAGE.copy()  # quicker than a new hash with its parameters
+    hashed.update(parent)
     try:
-        return array("I", token_ids).tobytes()
+        hashed.update(array("I", token_ids))
     except OverflowError:
-        return array("Q", token_ids).tobytes() + b"Q"
-
-
-def packed_pages(token_ids: Sequence[int], page_size: int) -> Sequence[bytes]:
-    """`packed` of the ids of each page; quicker than one by one."""
-    try:
-        numbers = array("I", token_ids)
-        page = f"{page_size * numbers.itemsize}s"
-        return struct.unpack(page * (len(numbers) // page_size), numbers)
-    except OverflowError:
-        starts = range(0, len(token_ids), page_size)
-        return [packed(token_ids[start : start + page_size]) for start in starts]
+        hashed.update(array("Q", token_ids).tobytes() + b"Q")
+    return hashed.digest() + b"\0"
 
 
 def group_key(page: bytes, group: int) -> bytes:
@@ -216,11 +183,10 @@ class PageIndex:
     def walk(self, names: PageNames, stop: int, *, whole: bool) -> list[Page | None]:
         """The first `stop` whole pages of a prompt; with `whole` up to the first missing one."""
         path: list[Page | None] = []
-        while len(path) < stop:  # as many names at once as there are pages so far
-            count = min(len(path) + 1, stop - len(path), MAX_NAMED)
-            path += map(self.page_of.get, names.between(len(path), len(path) + count))
-            if whole and not all(path[-count:]):
-                return path[: path.index(None, len(path) - count)]
+        while len(path) < stop:
+            path.append(self.page_of.get(names.name(len(path))))
+            if whole and path[-1] is None:
+                return path[:-1]
         while path and path[-1] is None:
             path.pop()
         return path

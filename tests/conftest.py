@@ -1,6 +1,8 @@
 """For all tests: a fast BLAS before MLX is imported, and the same drawn examples every time."""
 
+import asyncio
 import gc
+import inspect
 import logging
 import os
 import random
@@ -146,6 +148,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return not path.startswith(LONGEST), not path.startswith(LONG), place[item.path]
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in a loop, for a minute at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 60))
+    return True
 
 
 def pytest_collection_finish() -> None:

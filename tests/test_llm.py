@@ -110,32 +110,26 @@ def test_pinned_pages_are_evicted_only_when_running_requests_hold_all_others() -
         assert llm.generate(pinned, few).cached_tokens < 96
 
 
-def test_the_async_forms_give_the_answers_of_the_plain_ones(llm: LLM) -> None:
+async def test_the_async_forms_give_the_answers_of_the_plain_ones(llm: LLM) -> None:
     params = SamplingParams(max_tokens=10)
 
     async def streamed() -> str:
         return "".join([d.text async for d in llm.astream("A page", params)])
 
-    async def main() -> None:
-        results = await asyncio.gather(
-            llm.agenerate("A page", params), llm.achat(QUESTION, params), streamed()
-        )
-        assert results[0].text == results[2] == llm.generate("A page", params).text
-        assert results[1].text == llm.chat(QUESTION, params).text
-
-    asyncio.run(main())
+    results = await asyncio.gather(
+        llm.agenerate("A page", params), llm.achat(QUESTION, params), streamed()
+    )
+    assert results[0].text == results[2] == llm.generate("A page", params).text
+    assert results[1].text == llm.chat(QUESTION, params).text
 
 
-def test_a_cancelled_task_ends_its_request(llm: LLM) -> None:
-    async def main() -> None:
-        endless = SamplingParams(max_tokens=None, ignore_eos=True)
-        task = asyncio.create_task(llm.agenerate("A", endless))
-        await until(lambda: llm.stats()["running"])
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+async def test_a_cancelled_task_ends_its_request(llm: LLM) -> None:
+    endless = SamplingParams(max_tokens=None, ignore_eos=True)
+    task = asyncio.create_task(llm.agenerate("A", endless))
+    await until(lambda: llm.stats()["running"])
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert llm.stats()["running"] == 0
 
 

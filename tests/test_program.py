@@ -362,43 +362,35 @@ def test_a_choice_without_room_is_refused(llm: LLM) -> None:
 # -- asyncio ------------------------------------------------------------------------------------
 
 
-def test_async_forms_give_the_same(llm: LLM) -> None:
+async def test_async_forms_give_the_same(llm: LLM) -> None:
     with llm.program(max_tokens=6, temperature=0) as here:
         here.user(QUESTION)
         here.gen("a")
         here.select("b", ["yes", "no"])
         here.fork(2).gen("c", temperature=1, seed=4)
         here.join()
-
-    async def main() -> Program:
-        async with llm.program(max_tokens=6, temperature=0) as p:
-            p.user(QUESTION)
-            said = [delta.text async for delta in p.astream("a")]
-            assert "".join(said) == p["a"]
-            await p.aselect("b", ["yes", "no"])
-            await p.fork(2).agen("c", temperature=1, seed=4)
-            await p.fork(2).aselect("d", ["x", "y"])
-            p.join()
-        return p
-
-    there = asyncio.run(main())
+    async with llm.program(max_tokens=6, temperature=0) as there:
+        there.user(QUESTION)
+        said = [delta.text async for delta in there.astream("a")]
+        assert "".join(said) == there["a"]
+        await there.aselect("b", ["yes", "no"])
+        await there.fork(2).agen("c", temperature=1, seed=4)
+        await there.fork(2).aselect("d", ["x", "y"])
+        there.join()
     assert [there[name] for name in "abc"] == [here[name] for name in "abc"]
     assert there.messages == here.messages
     assert len(there["d"]) == 2
 
 
-def test_cancelling_ends_the_requests(llm: LLM) -> None:
-    async def main() -> None:
-        async with llm.program() as p:
-            p.user(QUESTION)
-            task = asyncio.create_task(p.fork(3).agen("x", max_tokens=1500, ignore_eos=True))
-            await until(lambda: llm.stats()["running"] == 3)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await until(lambda: not llm.stats()["running"])
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+async def test_cancelling_ends_the_requests(llm: LLM) -> None:
+    async with llm.program() as p:
+        p.user(QUESTION)
+        task = asyncio.create_task(p.fork(3).agen("x", max_tokens=1500, ignore_eos=True))
+        await until(lambda: llm.stats()["running"] == 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: not llm.stats()["running"])
 
 
 # -- many items ---------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ import asyncio
 import base64
 import threading
 import webbrowser
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,31 +38,27 @@ from mlxinfer.memory import models_limit_bytes
 from mlxinfer.memory.suggestions import to_begin_with
 from tests.waiting import until
 
-Scenario = Callable[[MenubarApp, FakePlatform], Awaitable[None]]
-
 
 @pytest.fixture
-def run(controller: AppController, tmp_path: Path) -> Any:
-    """Runs a scenario in an app; what fails in a handler or a task fails the test."""
+def begun(controller: AppController, tmp_path: Path) -> Iterator[Any]:
+    """Begins an app; what fails in a handler or a task fails the test."""
+    problems: list[Any] = []
 
-    def run(scenario: Scenario, *, platform: FakePlatform | None = None, **options: Any) -> None:
-        used, problems = platform or FakePlatform(), []
-        instance = Instance(tmp_path / "app.sock")
+    @asynccontextmanager
+    async def begun(
+        platform: FakePlatform | None = None, **options: Any
+    ) -> AsyncIterator[tuple[MenubarApp, FakePlatform]]:
+        used, instance = platform or FakePlatform(), Instance(tmp_path / "app.sock")
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: problems.append(what))
+        app = MenubarApp(controller, used, instance, **options)
+        try:
+            await app.refresh()
+            yield app, used
+        finally:
+            instance.close()
 
-        async def main() -> None:
-            loop = asyncio.get_running_loop()
-            loop.set_exception_handler(lambda _, context: problems.append(context))
-            app = MenubarApp(controller, used, instance, **options)
-            try:
-                await app.refresh()
-                await scenario(app, used)
-            finally:
-                instance.close()
-
-        asyncio.run(main())
-        assert problems == []
-
-    return run
+    yield begun
+    assert problems == []
 
 
 def lines(app: MenubarApp) -> list[str]:
@@ -89,13 +86,12 @@ def texts(widget: Any) -> list[str]:
     return labels + [text for child in widget.children or () for text in texts(child)]
 
 
-def test_the_menu_is_what_the_view_says_and_its_commands_act(
-    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+async def test_the_menu_is_what_the_view_says_and_its_commands_act(
+    begun: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    async with begun() as (app, platform):
         assert app.controller.view.phase is Phase.RUNNING
         assert lines(app)[0] == "● Ready · demo"
         assert app.status.icon.path.name == "status.png"
@@ -118,11 +114,11 @@ def test_the_menu_is_what_the_view_says_and_its_commands_act(
         await app.perform(Action(Do.SEARCH))
         assert len(opened) == 1, "there is no server to show it"
 
-    run(scenario)
 
-
-def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageServer) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(
+    begun: Any, server: PageServer
+) -> None:
+    async with begun() as (app, platform):
         window = app.chat.window
         assert platform.hotkey == Hotkey("space", frozenset({"ctrl", "shift"}))
         assert not window.visible
@@ -141,11 +137,11 @@ def test_the_chat_is_a_hotkey_a_click_and_an_escape_away(run: Any, server: PageS
         app.chat.web._impl.simulate_navigation_starting("mlxinfer:hide")
         assert not window.visible
 
-    run(scenario)
 
-
-def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: PageServer) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(
+    begun: Any, server: PageServer
+) -> None:
+    async with begun() as (app, platform):
         new = next(
             command for command in app.commands if getattr(command, "text", "") == "New Chat"
         )
@@ -165,11 +161,11 @@ def test_cmd_n_and_recent_chats_turn_the_page_to_its_places(run: Any, server: Pa
         await app.perform(Action(Do.COPY_ANSWER, stored))
         assert platform.copied == ["Because."]
 
-    run(scenario)
 
-
-def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: PageServer) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_a_part_of_the_screen_goes_with_the_next_question(
+    begun: Any, server: PageServer
+) -> None:
+    async with begun() as (app, platform):
         assert "Ask About a Part of the Screen" in [
             entry.text for entry in menu_of(app.controller.view)
         ]
@@ -189,16 +185,15 @@ def test_a_part_of_the_screen_goes_with_the_next_question(run: Any, server: Page
         await app.perform(Action(Do.SCREENSHOT))
         assert app.controller.view.problem == "No part of the screen was chosen."
 
-    run(scenario)
 
-
-def test_dropped_files_go_with_a_question(run: Any, server: PageServer, tmp_path: Path) -> None:
+async def test_dropped_files_go_with_a_question(
+    begun: Any, server: PageServer, tmp_path: Path
+) -> None:
     notes, large = tmp_path / "notes.txt", tmp_path / "large.bin"
     notes.write_text("Buy milk.")
     with large.open("wb") as file:
         file.truncate(MAX_ATTACHED + 1)
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    async with begun() as (app, platform):
         platform.drop([notes])
         await app._attach([notes])
         app.chat.web._impl.simulate_page_loaded()
@@ -210,11 +205,9 @@ def test_dropped_files_go_with_a_question(run: Any, server: PageServer, tmp_path
         await app._attach([tmp_path / "none"])
         assert "none" in app.controller.view.problem
 
-    run(scenario)
 
-
-def test_a_picture_may_spell_anything_in_base64(run: Any) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_a_picture_may_spell_anything_in_base64(begun: Any) -> None:
+    async with begun() as (app, _):
         app._show_chat()
         app.chat.web._impl.simulate_page_loaded()
         for spelled in ("NAME", "DATA"):
@@ -222,31 +215,25 @@ def test_a_picture_may_spell_anything_in_base64(run: Any) -> None:
             scripts = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
             assert scripts[-1]["javascript"].endswith(f'("a.png", "image/png", "{spelled}")')
 
-    run(scenario)
 
-
-def test_links_of_answers_open_in_the_browser(
-    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+async def test_links_of_answers_open_in_the_browser(
+    begun: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    async with begun() as (app, _):
         assert app.may_follow(f"{server.url}/page/app.js")
         for url in ("https://a.example/", "file:///etc/passwd", "javascript:1", f"{server.url}0/"):
             assert not app.may_follow(url)
         assert opened == ["https://a.example/", f"{server.url}0/"]
 
-    run(scenario)
 
-
-def test_an_app_without_an_icon_offers_everything_in_its_window(
-    run: Any, controller: AppController, server: PageServer, monkeypatch: pytest.MonkeyPatch
+async def test_an_app_without_an_icon_offers_everything_in_its_window(
+    begun: Any, controller: AppController, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    async with begun() as (app, platform):
         app.form.switches["hide_icon"].value = True
         assert app.status is None
         assert len(app.status_icons) == 0
@@ -264,11 +251,9 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
         await app.refresh()
         assert "Chat" in lines(app)
 
-    run(scenario)
 
-
-def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_where_no_part_of_the_platform_works_the_app_does(begun: Any) -> None:
+    async with begun(platform=FakePlatform(missing=True)) as (app, _):
         assert "cannot be used" in app.form.said.text
         app.form.at_login.value = True
         assert app.form.at_login.value is False
@@ -276,13 +261,12 @@ def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
         await app.perform(Action(Do.CHAT))
         assert app.chat.window.visible
 
-    run(scenario, platform=FakePlatform(missing=True))
 
-
-def test_settings_are_checked_and_apply_at_once(run: Any, controller: AppController) -> None:
+async def test_settings_are_checked_and_apply_at_once(
+    begun: Any, controller: AppController
+) -> None:
     before = controller.settings
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    async with begun() as (app, platform):
         texts, switches = app.form.texts, app.form.switches
         for field, wrong in ((texts["url"], "nowhere at all"), (texts["hotkey"], "a")):
             right, field.value = field.value, wrong
@@ -297,13 +281,12 @@ def test_settings_are_checked_and_apply_at_once(run: Any, controller: AppControl
         assert controller.settings.show_rate
         assert platform.at_login
 
-    run(scenario)
 
-
-def test_tokens_a_second_stand_beside_the_icon_if_asked_for(
-    run: Any, controller: AppController, server: PageServer
+async def test_tokens_a_second_stand_beside_the_icon_if_asked_for(
+    begun: Any, controller: AppController, server: PageServer
 ) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    server.script.says("word " * 30)
+    async with begun() as (app, platform):
         for shown in (False, True):
             app.change(show_rate=shown)
             await app.refresh()
@@ -314,12 +297,9 @@ def test_tokens_a_second_stand_beside_the_icon_if_asked_for(
             # The app looks by itself too: whichever look comes first after the answer has the rate.
             assert any(title.endswith("tokens/s") for title in platform.titles) is shown
 
-    server.script.says("word " * 30)
-    run(scenario)
 
-
-def test_closing_a_window_hides_it_and_the_app_goes_on(run: Any) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_closing_a_window_hides_it_and_the_app_goes_on(begun: Any) -> None:
+    async with begun() as (app, _):
         for window in (app.main.window, app.chat.window):
             window.show()
             window._impl.simulate_close()
@@ -328,21 +308,18 @@ def test_closing_a_window_hides_it_and_the_app_goes_on(run: Any) -> None:
         app.show_up()
         assert app.main.window.visible
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("background", [True, False])
-def test_at_login_no_window_opens(run: Any, background: bool) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_at_login_no_window_opens(begun: Any, background: bool) -> None:
+    async with begun(background=background) as (app, _):
         assert app.main.window.visible is not background
 
-    run(scenario, background=background)
 
-
-def test_the_first_run_begins_with_three_models_and_is_not_repeated(
-    run: Any, controller: AppController, tmp_path: Path
+async def test_the_first_run_begins_with_three_models_and_is_not_repeated(
+    begun: Any, controller: AppController, tmp_path: Path
 ) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    controller.change(type(controller.settings)(url=controller.settings.url))
+    async with begun() as (app, _):
         first = app.introduction
         assert first is not None
         assert first.window.visible
@@ -362,25 +339,20 @@ def test_the_first_run_begins_with_three_models_and_is_not_repeated(
         assert not first.window.visible
         assert app.main.window.visible
         await asyncio.to_thread(app.controller.client.unload, "demo-draft")
-
-    controller.change(type(controller.settings)(url=controller.settings.url))
-    run(scenario)
     assert (controller.settings.introduced, controller.settings.models_folder) == (
         True,
         str(tmp_path),
     )
 
 
-def test_a_first_run_alone_offers_what_fits(run: Any, controller: AppController) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_a_first_run_alone_offers_what_fits(begun: Any, controller: AppController) -> None:
+    controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
+    async with begun() as (app, _):
         limit = models_limit_bytes()
         assert app.introduction is not None
         assert set(app.introduction.cards) <= {item.name for item in to_begin_with(limit)}
         assert len(app.introduction.cards) == min(3, len(to_begin_with(limit)))
         assert app.main.head.first.text == "Start the Server"
-
-    controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
-    run(scenario)
 
 
 def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
@@ -392,8 +364,11 @@ def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
     assert times == ["under a minute", "about 7 min", "about 2.2 h"]
 
 
-def test_a_download_has_one_percentage_throughout(run: Any, controller: AppController) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_a_download_has_one_percentage_throughout(
+    begun: Any, controller: AppController
+) -> None:
+    controller.change(type(controller.settings)(url=controller.settings.url))
+    async with begun() as (app, _):
         first = app.introduction
         assert first is not None
         first.chosen, first.getting = "org/a", True
@@ -409,12 +384,9 @@ def test_a_download_has_one_percentage_throughout(run: Any, controller: AppContr
         first.show(app.controller.view)
         assert (first.bar.max, first.back.enabled) == (None, False)
 
-    controller.change(type(controller.settings)(url=controller.settings.url))
-    run(scenario)
 
-
-def test_no_text_of_a_window_has_the_backticks_of_a_terminal(run: Any) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_no_text_of_a_window_has_the_backticks_of_a_terminal(begun: Any) -> None:
+    async with begun(web=False) as (app, _):
         problem, chats = "Run `mlxinfer pull a/b` first.", (Chat(id="a" * 16, title="Why `x`?"),)
         for phase in Phase:
             app.show(View(phase=phase, problem=problem, chats=chats))
@@ -424,16 +396,13 @@ def test_no_text_of_a_window_has_the_backticks_of_a_terminal(run: Any) -> None:
                 texts(app.main.window.content) + texts(app.chat.window.content)
             )
 
-    run(scenario, web=False)
 
-
-def test_a_chat_of_the_list_opens_in_the_browser(
-    run: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+async def test_a_chat_of_the_list_opens_in_the_browser(
+    begun: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    async with begun(web=False) as (app, _):
         view = replace(app.controller.view, chats=(Chat(id="b" * 16, title="A question"),))
         app.chat.show(view, "")
         assert [row.title for row in app.chat.chats.data] == ["A question"]
@@ -443,28 +412,24 @@ def test_a_chat_of_the_list_opens_in_the_browser(
         await app.refresh()
         assert len(opened) == 1  # a chat that is added opens none
 
-    run(scenario, web=False)
 
-
-def test_what_goes_wrong_is_shown_in_no_dialog(run: Any) -> None:
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+async def test_what_goes_wrong_is_shown_in_no_dialog(begun: Any) -> None:
+    async with begun() as (app, _):
         await app.perform(Action(Do.LOAD, "nothing"))
         assert "nothing" in app.main.head.problem.text
         assert "nothing" in lines(app)[1]
         await app.perform(Action(Do.LOAD, "demo"))
         assert app.main.head.problem.text == ""
 
-    run(scenario)
 
-
-def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
-    run: Any, controller: AppController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
+    begun: Any, controller: AppController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(ServerProcess, "start", lambda *_: calls.append("start"))
     monkeypatch.setattr(ServerProcess, "stop", lambda *_: calls.append("stop"))
-
-    async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
+    controller.change(type(controller.settings)(url="http://127.0.0.1:9", introduced=True))
+    async with begun() as (app, _):
         await until(lambda: app._looks > 1)
         assert calls == []
         assert app.status.icon.path.name == "status-off.png"
@@ -474,18 +439,12 @@ def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
         assert calls == []
         await app.perform(Action(Do.START))
         assert calls == ["start"]
-
-    controller.change(type(controller.settings)(url="http://127.0.0.1:9", introduced=True))
-    run(scenario)
     calls.clear()
-
-    async def asked(app: MenubarApp, platform: FakePlatform) -> None:
-        await until(lambda: calls == ["start"])
-
     controller.change(
         type(controller.settings)(url="http://127.0.0.1:9", introduced=True, start_server=True)
     )
-    run(asked)
+    async with begun() as (app, _):
+        await until(lambda: calls == ["start"])
     assert calls == ["start"]
 
 

@@ -161,101 +161,86 @@ def test_addresses_share_only_where_the_owner_asks() -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8::2:3") != network_of("2001:db9::1")
 
 
-def test_a_key_waits_for_one_piece_of_work_of_another() -> None:
+async def test_a_key_waits_for_one_piece_of_work_of_another() -> None:
     """20 slow functions of one tenant; another's is next when a thread is free."""
     ended: list[str] = []
+    workers, go_on = Workers(2), threading.Event()
 
-    async def run() -> None:
-        workers, go_on = Workers(2), threading.Event()
+    async def work(name: str) -> None:
+        await workers.run_for(Tenant(name), go_on.wait)
+        ended.append(name)
 
-        async def work(name: str) -> None:
-            await workers.run_for(Tenant(name), go_on.wait)
-            ended.append(name)
-
-        heavy = [asyncio.create_task(work("heavy")) for _ in range(20)]
-        await asyncio.sleep(0)
-        light = asyncio.create_task(work("light"))
-        await asyncio.sleep(0)
-        go_on.set()
-        await asyncio.gather(light, *heavy)
-        workers.close()
-
-    asyncio.run(run())
+    heavy = [asyncio.create_task(work("heavy")) for _ in range(20)]
+    await asyncio.sleep(0)
+    light = asyncio.create_task(work("light"))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(light, *heavy)
+    workers.close()
     assert ended.index("light") <= 3
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_tenant_without_work_gets_a_thread_at_once(seed: int) -> None:
+async def test_a_tenant_without_work_gets_a_thread_at_once(seed: int) -> None:
     """Whatever others do: one thread more than a tenant may have. Alone it may have all others."""
     rnd = random.Random(seed)
+    num_threads = rnd.randint(1, 3)
+    workers, running = Workers(num_threads), Counter[str]()
 
-    async def run() -> None:
-        num_threads = rnd.randint(1, 3)
-        workers, running = Workers(num_threads), Counter[str]()
+    async def work(name: str) -> None:
+        await workers.run_for(Tenant(name), hold, name)
 
-        async def work(name: str) -> None:
-            await workers.run_for(Tenant(name), hold, name)
+    def hold(name: str) -> None:
+        running[name] += 1
+        go_on.wait(LIMIT_S)
+        running[name] -= 1
 
-        def hold(name: str) -> None:
-            running[name] += 1
-            go_on.wait(LIMIT_S)
-            running[name] -= 1
-
-        for _ in range(10):
-            go_on = threading.Event()
-            heavy = [asyncio.create_task(work("heavy")) for _ in range(rnd.randint(0, 9))]
-            most = min(num_threads, len(heavy))
-            await until(lambda count=most: running["heavy"] == count)  # type: ignore[misc]
-            jobs = [asyncio.create_task(work("light")) for _ in range(rnd.randint(1, 5))]
-            await until(lambda: running["light"] >= 1)
-            assert running.total() <= num_threads + 1
-            if rnd.random() < 0.5:
-                rnd.choice([*heavy, *jobs]).cancel()
-            go_on.set()
-            await asyncio.gather(*heavy, *jobs, return_exceptions=True)
-            await until(lambda: not workers.num_pending)
-        workers.close()
-
-    asyncio.run(run())
-
-
-def test_threads_come_back_from_whoever_leaves() -> None:
-    """Callers that are cancelled while they wait, run, or have just got a thread."""
-
-    async def run() -> None:
-        workers = Workers(2, max_waiting=4)
-        for i in range(50):
-            jobs = [asyncio.create_task(workers.run(time.sleep, 0.001)) for _ in range(5)]
-            for _ in range(i % 5):
-                await asyncio.sleep(0)
-            for job in jobs[i % 3 :]:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-        for _ in range(1000):
-            if workers.num_pending == 0:
-                break
-            await asyncio.sleep(0.01)
-        assert not workers.num_pending
-        assert await workers.run(len, "abc") == 3
-        workers.close()
-
-    asyncio.run(run())
-
-
-def test_the_tenant_with_most_functions_waiting_is_refused() -> None:
-    async def run() -> None:
-        workers, go_on = Workers(1, max_waiting=3), threading.Event()
-        heavy = [asyncio.create_task(workers.run_for(Tenant("b"), go_on.wait)) for _ in range(4)]
-        await asyncio.sleep(0)
-        light = [asyncio.create_task(workers.run_for(Tenant("a"), go_on.wait)) for _ in range(2)]
-        await asyncio.sleep(0)
+    for _ in range(10):
+        go_on = threading.Event()
+        heavy = [asyncio.create_task(work("heavy")) for _ in range(rnd.randint(0, 9))]
+        most = min(num_threads, len(heavy))
+        await until(lambda count=most: running["heavy"] == count)  # type: ignore[misc]
+        jobs = [asyncio.create_task(work("light")) for _ in range(rnd.randint(1, 5))]
+        await until(lambda: running["light"] >= 1)
+        assert running.total() <= num_threads + 1
+        if rnd.random() < 0.5:
+            rnd.choice([*heavy, *jobs]).cancel()
         go_on.set()
-        outcomes = await asyncio.gather(*heavy, *light, return_exceptions=True)
-        assert isinstance(outcomes.pop(3), OverloadedError)
-        assert outcomes == [True] * 5
-        workers.close()
+        await asyncio.gather(*heavy, *jobs, return_exceptions=True)
+        await until(lambda: not workers.num_pending)
+    workers.close()
 
-    asyncio.run(run())
+
+async def test_threads_come_back_from_whoever_leaves() -> None:
+    """Callers that are cancelled while they wait, run, or have just got a thread."""
+    workers = Workers(2, max_waiting=4)
+    for i in range(50):
+        jobs = [asyncio.create_task(workers.run(time.sleep, 0.001)) for _ in range(5)]
+        for _ in range(i % 5):
+            await asyncio.sleep(0)
+        for job in jobs[i % 3 :]:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+    for _ in range(1000):
+        if workers.num_pending == 0:
+            break
+        await asyncio.sleep(0.01)
+    assert not workers.num_pending
+    assert await workers.run(len, "abc") == 3
+    workers.close()
+
+
+async def test_the_tenant_with_most_functions_waiting_is_refused() -> None:
+    workers, go_on = Workers(1, max_waiting=3), threading.Event()
+    heavy = [asyncio.create_task(workers.run_for(Tenant("b"), go_on.wait)) for _ in range(4)]
+    await asyncio.sleep(0)
+    light = [asyncio.create_task(workers.run_for(Tenant("a"), go_on.wait)) for _ in range(2)]
+    await asyncio.sleep(0)
+    go_on.set()
+    outcomes = await asyncio.gather(*heavy, *light, return_exceptions=True)
+    assert isinstance(outcomes.pop(3), OverloadedError)
+    assert outcomes == [True] * 5
+    workers.close()
 
 
 def test_each_key_sees_its_waits_in_the_metrics() -> None:

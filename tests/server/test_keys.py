@@ -247,14 +247,11 @@ async def _status(app: App, method: str, path: str, key: str | None) -> int:
     return status[0]
 
 
-def test_each_route_lets_in_the_keys_of_its_access() -> None:
-    async def walk() -> None:
-        locked, open_to_all = app_with(KEYS), app_with(ApiKeys())
-        for route in ALL:
-            assert await statuses(locked, route) == STATUSES[route.access], route
-            assert await statuses(open_to_all, route) == [200, 200, 200], route
-
-    asyncio.run(walk())
+async def test_each_route_lets_in_the_keys_of_its_access() -> None:
+    locked, open_to_all = app_with(KEYS), app_with(ApiKeys())
+    for route in ALL:
+        assert await statuses(locked, route) == STATUSES[route.access], route
+        assert await statuses(open_to_all, route) == [200, 200, 200], route
 
 
 def test_what_others_see_is_for_administrators() -> None:

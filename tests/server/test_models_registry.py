@@ -56,12 +56,11 @@ def states(models: ModelRegistry) -> str:
     return "".join("L" if s.state is State.LOADED else "U" for s in models.slots())
 
 
-def test_the_first_use_loads_a_model_by_any_name(machine: Machine, models: ModelRegistry) -> None:
-    async def work() -> None:
-        assert states(models) == "UUUU"
-        await touch(models, None, "gpt", "a2", "a", "b")
-
-    run(work())
+async def test_the_first_use_loads_a_model_by_any_name(
+    machine: Machine, models: ModelRegistry
+) -> None:
+    assert states(models) == "UUUU"
+    await touch(models, None, "gpt", "a2", "a", "b")
     assert states(models) == "LLUU"
     assert machine.loads == ["a", "b"]
     assert models.held_bytes == 22 * MB
@@ -72,121 +71,106 @@ def test_an_unknown_name_is_a_404_that_says_what_there_is(models: ModelRegistry)
         run(touch(models, "../a"))
 
 
-def test_many_waiters_cause_one_whole_load(machine: Machine, models: ModelRegistry) -> None:
+async def test_many_waiters_cause_one_whole_load(machine: Machine, models: ModelRegistry) -> None:
     go_on = machine.hold("a")
-
-    async def work() -> None:
-        waiting = [asyncio.create_task(touch(models, "a")) for _ in range(20)]
-        await until(lambda: models.find("a").users == 20)
-        waiting[0].cancel()
-        go_on.set()
-        await asyncio.gather(*waiting[1:])
-        assert waiting[0].cancelled()
-
-    run(work())
+    waiting = [asyncio.create_task(touch(models, "a")) for _ in range(20)]
+    await until(lambda: models.find("a").users == 20)
+    waiting[0].cancel()
+    go_on.set()
+    await asyncio.gather(*waiting[1:])
+    assert waiting[0].cancelled()
     assert machine.loads == ["a"]
     assert models.slots()[0].users == 0
 
 
-def test_the_least_recently_used_is_unloaded(machine: Machine, models: ModelRegistry) -> None:
-    async def work() -> None:
-        await touch(models, "a", "b")
-        machine.clock = 1.0
-        await touch(models, "a", "c")
-        assert states(models) == "LULU"
-        machine.clock = 2.0
-        await touch(models, "big")
-
-    run(work())
+async def test_the_least_recently_used_is_unloaded(machine: Machine, models: ModelRegistry) -> None:
+    await touch(models, "a", "b")
+    machine.clock = 1.0
+    await touch(models, "a", "c")
+    assert states(models) == "LULU"
+    machine.clock = 2.0
+    await touch(models, "big")
     assert states(models) == "UUUL"
     assert models.slots()[1].unloads == {"memory": 1}
 
 
-def test_models_in_use_stay_and_none_goes_in_vain(machine: Machine, models: ModelRegistry) -> None:
-    async def work() -> None:
-        await touch(models, "b")
-        async with models.use(models.find("a")) as served:
-            with pytest.raises(OverloadedError, match="no room") as refused:
-                await touch(models, "big")
-            assert refused.value.retry_after_s > 0
-            assert states(models) == "LLUU"
-            await touch(models, "c")
-            assert states(models) == "LULU"
-            assert not served.session.closed
-        await touch(models, "big")
-        assert states(models) == "UUUL"
+async def test_models_in_use_stay_and_none_goes_in_vain(
+    machine: Machine, models: ModelRegistry
+) -> None:
+    await touch(models, "b")
+    async with models.use(models.find("a")) as served:
+        with pytest.raises(OverloadedError, match="no room") as refused:
+            await touch(models, "big")
+        assert refused.value.retry_after_s > 0
+        assert states(models) == "LLUU"
+        await touch(models, "c")
+        assert states(models) == "LULU"
+        assert not served.session.closed
+    await touch(models, "big")
+    assert states(models) == "UUUL"
 
-    run(work())
 
-
-def test_a_failed_load_is_raised_to_all_waiting_requests_and_tried_again_later(
+async def test_a_failed_load_is_raised_to_all_waiting_requests_and_tried_again_later(
     machine: Machine, models: ModelRegistry
 ) -> None:
     machine.failing.add("a")
-
-    async def work() -> None:
-        waiting = [asyncio.create_task(touch(models, "a")) for _ in range(3)]
-        told = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(error) for error in told] == [ModelLoadError] * 3
-        assert "secret" not in str(told[0])
-        with pytest.raises(ModelLoadError, match="again in 10 seconds") as caught:
-            await touch(models, "a")
-        assert caught.value.retry_after_s == FIRST_PAUSE_S
-        assert machine.loads == ["a"]
-        with pytest.raises(CheckpointError, match="secret"):  # an explicit load has the reason
-            await models.load("a")
-        machine.failing.clear()
-        machine.clock += FIRST_PAUSE_S
+    waiting = [asyncio.create_task(touch(models, "a")) for _ in range(3)]
+    told = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in told] == [ModelLoadError] * 3
+    assert "secret" not in str(told[0])
+    with pytest.raises(ModelLoadError, match="again in 10 seconds") as caught:
         await touch(models, "a")
-
-    run(work())
+    assert caught.value.retry_after_s == FIRST_PAUSE_S
+    assert machine.loads == ["a"]
+    with pytest.raises(CheckpointError, match="secret"):  # an explicit load has the reason
+        await models.load("a")
+    machine.failing.clear()
+    machine.clock += FIRST_PAUSE_S
+    await touch(models, "a")
     assert machine.loads == ["a", "a", "a"]
     assert (models.slots()[0].num_failures, models.slots()[0].failure) == (2, None)
     assert models.held_bytes == 11 * MB
 
 
-def test_pauses_grow_with_each_failure_in_a_row(machine: Machine, models: ModelRegistry) -> None:
+async def test_pauses_grow_with_each_failure_in_a_row(
+    machine: Machine, models: ModelRegistry
+) -> None:
     """A request every second, for an hour: few loads, at growing distances, and then at once."""
     machine.failing.add("a")
 
     tried = []
-
-    async def work() -> None:
-        for _ in range(3600):
-            before = len(machine.loads)
-            with pytest.raises(ModelLoadError) as caught:
-                await touch(models, "a")
-            assert 0 < caught.value.retry_after_s <= MAX_PAUSE_S
-            if len(machine.loads) > before:
-                tried.append(machine.clock)
-            machine.clock += 1.0
-        await touch(models, "b")  # others are not concerned
-        machine.failing.clear()
-        await models.load("a")
-
-    run(work())
+    for _ in range(3600):
+        before = len(machine.loads)
+        with pytest.raises(ModelLoadError) as caught:
+            await touch(models, "a")
+        assert 0 < caught.value.retry_after_s <= MAX_PAUSE_S
+        if len(machine.loads) > before:
+            tried.append(machine.clock)
+        machine.clock += 1.0
+    await touch(models, "b")  # others are not concerned
+    machine.failing.clear()
+    await models.load("a")
     assert tried == [0, 10, 30, 70, 150, 310, 630, 1230, 1830, 2430, 3030]
     slot = models.find("a")
     assert (slot.state, slot.failures_in_a_row, slot.failure) == (State.LOADED, 0, None)
 
 
-def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: ModelRegistry) -> None:
-    async def work() -> None:
-        await touch(models, "a", "b")
-        machine.clock = 59.0
+async def test_idle_models_are_unloaded_after_their_ttl(
+    machine: Machine, models: ModelRegistry
+) -> None:
+    await touch(models, "a", "b")
+    machine.clock = 59.0
+    await models.unload_idle()
+    assert models.find("b").ttl_left_s == 1.0
+    async with models.use(models.find("b")):
+        machine.clock = 200.0
         await models.unload_idle()
-        assert models.find("b").ttl_left_s == 1.0
-        async with models.use(models.find("b")):
-            machine.clock = 200.0
-            await models.unload_idle()
-            assert models.find("b").ttl_left_s == 60.0
-        machine.clock = 259.9
-        await models.unload_idle()
-        assert states(models) == "LLUU"
-        machine.clock = 260.0
-        await models.unload_idle()
-
-    run(work())
+        assert models.find("b").ttl_left_s == 60.0
+    machine.clock = 259.9
+    await models.unload_idle()
+    assert states(models) == "LLUU"
+    machine.clock = 260.0
+    await models.unload_idle()
     assert states(models) == "LUUU"
     assert models.find("a").ttl_left_s is None
     assert models.slots()[1].unloads == {"idle": 1}
@@ -218,7 +202,7 @@ def test_a_failed_look_at_idle_models_ends_neither_the_looks_nor_the_server(
     assert len(begun) == 2
 
 
-def test_a_pinned_model_is_loaded_at_the_start_and_stays(machine: Machine) -> None:
+async def test_a_pinned_model_is_loaded_at_the_start_and_stays(machine: Machine) -> None:
     models = machine.registry(
         [
             machine.entry("late", 3 * MB),
@@ -227,19 +211,15 @@ def test_a_pinned_model_is_loaded_at_the_start_and_stays(machine: Machine) -> No
             machine.entry("rock", 10 * MB, pinned=True, ttl_s=0.0),
         ]
     )
-
-    async def work() -> None:
-        began = models.started
-        await models.load_first()
-        assert (began, models.started) == (False, True)
-        assert machine.loads == ["rock", "soon"]
-        machine.clock = 1e6
-        await models.unload_idle()
-        await touch(models, "too much")
-        with pytest.raises(InvalidRequestError, match="pinned"):
-            await models.unload("rock", 1.0)
-
-    run(work())
+    began = models.started
+    await models.load_first()
+    assert (began, models.started) == (False, True)
+    assert machine.loads == ["rock", "soon"]
+    machine.clock = 1e6
+    await models.unload_idle()
+    await touch(models, "too much")
+    with pytest.raises(InvalidRequestError, match="pinned"):
+        await models.unload("rock", 1.0)
     assert states(models) == "UULL"
 
 
@@ -254,53 +234,46 @@ def test_a_start_fails_with_the_reason(machine: Machine, broken: str) -> None:
     assert not models.started
 
 
-def test_an_unload_waits_and_is_safe_twice(machine: Machine, models: ModelRegistry) -> None:
-    async def work() -> None:
-        await models.unload("a")  # it is not there, as was wanted
-        async with models.use(models.find("a")):
-            with pytest.raises(HttpError):
-                await models.unload("a")
-            going = asyncio.create_task(models.unload("a", 10.0))
-            await until(lambda: models.find("a").leaving > 0)
-            with pytest.raises(HttpError):  # which does not undo the one that waits
-                await models.unload("a")
-            with pytest.raises(OverloadedError, match="being unloaded"):
-                await touch(models, "a")
-            assert not going.done()
-        await going
-        assert states(models) == "UUUU"
-        await touch(models, "a")
-        assert states(models) == "LUUU"
-
-    run(work())
-
-
-def test_an_unload_goes_on_where_its_client_leaves(models: ModelRegistry) -> None:
-    async def work() -> None:
-        async with models.use(models.find("a")):
-            waiting = asyncio.create_task(models.unload("a", 3600.0))
-            await until(lambda: models.find("a").leaving > 0)
-            waiting.cancel()
-            await asyncio.wait([waiting])
+async def test_an_unload_waits_and_is_safe_twice(machine: Machine, models: ModelRegistry) -> None:
+    await models.unload("a")  # it is not there, as was wanted
+    async with models.use(models.find("a")):
+        with pytest.raises(HttpError):
+            await models.unload("a")
+        going = asyncio.create_task(models.unload("a", 10.0))
+        await until(lambda: models.find("a").leaving > 0)
+        with pytest.raises(HttpError):  # which does not undo the one that waits
+            await models.unload("a")
+        with pytest.raises(OverloadedError, match="being unloaded"):
             await touch(models, "a")
-        assert states(models) == "LUUU"
+        assert not going.done()
+    await going
+    assert states(models) == "UUUU"
+    await touch(models, "a")
+    assert states(models) == "LUUU"
 
-    run(work())
 
-
-def test_a_request_during_an_unload_reloads_it(machine: Machine, models: ModelRegistry) -> None:
-    async def work() -> None:
+async def test_an_unload_goes_on_where_its_client_leaves(models: ModelRegistry) -> None:
+    async with models.use(models.find("a")):
+        waiting = asyncio.create_task(models.unload("a", 3600.0))
+        await until(lambda: models.find("a").leaving > 0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
         await touch(models, "a")
-        go_on = machine.hold("a")
-        going = asyncio.create_task(models.unload("a"))
-        await until(lambda: models.find("a").state is State.UNLOADING)
-        models.find("a").leaving = 0  # as for one that is unloaded for its memory
-        coming = asyncio.create_task(touch(models, "a"))
-        await until(lambda: models.find("a").users == 1)
-        go_on.set()
-        await asyncio.gather(coming, going)
+    assert states(models) == "LUUU"
 
-    run(work())
+
+async def test_a_request_during_an_unload_reloads_it(
+    machine: Machine, models: ModelRegistry
+) -> None:
+    await touch(models, "a")
+    go_on = machine.hold("a")
+    going = asyncio.create_task(models.unload("a"))
+    await until(lambda: models.find("a").state is State.UNLOADING)
+    models.find("a").leaving = 0  # as for one that is unloaded for its memory
+    coming = asyncio.create_task(touch(models, "a"))
+    await until(lambda: models.find("a").users == 1)
+    go_on.set()
+    await asyncio.gather(coming, going)
     assert machine.loads == ["a", "a"]
     assert machine.problems == []
 
@@ -329,24 +302,20 @@ def test_a_share_shrinks_where_weights_are_larger_than_their_files(machine: Mach
     assert (slot.weights_bytes, slot.kv_bytes) == (12 * MB, 14 * MB)
 
 
-def test_a_model_stuck_in_its_unload_keeps_its_memory(
+async def test_a_model_stuck_in_its_unload_keeps_its_memory(
     machine: Machine, models: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlxinfer.server.models.UNLOAD_S", 0.01)
-
-    async def work() -> None:
-        await touch(models, "a")
-        go_on = machine.hold("a")
-        for name in ("big", "big", "a"):
-            with pytest.raises(OverloadedError, match=r"stuck|no room"):
-                await touch(models, name)
-            assert models.held_bytes == 11 * MB
-        await touch(models, "b")
-        go_on.set()
-        await until(lambda: models.find("a").state is State.UNLOADED)
-        await touch(models, "a")
-
-    run(work())
+    await touch(models, "a")
+    go_on = machine.hold("a")
+    for name in ("big", "big", "a"):
+        with pytest.raises(OverloadedError, match=r"stuck|no room"):
+            await touch(models, name)
+        assert models.held_bytes == 11 * MB
+    await touch(models, "b")
+    go_on.set()
+    await until(lambda: models.find("a").state is State.UNLOADED)
+    await touch(models, "a")
     assert machine.problems == []
 
 
@@ -404,39 +373,31 @@ def test_patterns_and_a_default_answer_to_other_names(machine: Machine) -> None:
     assert models.find(None).entry.name == "a"
 
 
-def test_a_model_joins_a_running_registry(machine: Machine) -> None:
+async def test_a_model_joins_a_running_registry(machine: Machine) -> None:
     models = machine.registry([machine.entry("a", 10 * MB), machine.entry("b", 10 * MB)])
-
-    async def work() -> None:
-        await touch(models, "a")
-        before = models.find("a").kv_bytes
-        models.add(machine.entry("c", 10 * MB, aliases=("c2",)))
-        assert models.names() == ["a", "b", "c"]
-        assert models.find("a").kv_bytes == before
-        await touch(models, "c2")
-        assert models.find("c").state is State.LOADED
-
-    asyncio.run(work())
+    await touch(models, "a")
+    before = models.find("a").kv_bytes
+    models.add(machine.entry("c", 10 * MB, aliases=("c2",)))
+    assert models.names() == ["a", "b", "c"]
+    assert models.find("a").kv_bytes == before
+    await touch(models, "c2")
+    assert models.find("c").state is State.LOADED
     assert machine.loads == ["a", "c"]
     assert machine.problems == []
 
 
-def test_a_model_leaves_a_running_registry(machine: Machine) -> None:
+async def test_a_model_leaves_a_running_registry(machine: Machine) -> None:
     entries = [machine.entry("a", 10 * MB), machine.entry("b", 10 * MB, aliases=("b*",))]
     models = ModelRegistry(entries, limit_bytes=machine.limit_bytes, default="a")
-
-    async def work() -> None:
-        await touch(models, "b2")
-        await models.remove("b")
-        assert models.names() == ["a"]
-        assert models.find("b2").entry.name == "a"
-        assert models.held_bytes == 0
-        with pytest.raises(InvalidRequestError, match="by default"):
-            await models.remove("a")
-        models.add(machine.entry("b", 10 * MB))
-        await touch(models, "b")
-
-    asyncio.run(work())
+    await touch(models, "b2")
+    await models.remove("b")
+    assert models.names() == ["a"]
+    assert models.find("b2").entry.name == "a"
+    assert models.held_bytes == 0
+    with pytest.raises(InvalidRequestError, match="by default"):
+        await models.remove("a")
+    models.add(machine.entry("b", 10 * MB))
+    await touch(models, "b")
     assert machine.problems == []
 
 
@@ -452,94 +413,82 @@ def test_a_model_that_cannot_join_changes_nothing(machine: Machine, other: dict[
     assert models.find("a").kv_bytes == MB
 
 
-def test_a_pinned_model_stays_until_it_is_unpinned(machine: Machine) -> None:
+async def test_a_pinned_model_stays_until_it_is_unpinned(machine: Machine) -> None:
     models = machine.registry([machine.entry("a", MB, ttl_s=5.0)])
-
-    async def work() -> None:
-        await touch(models, "a")
-        models.find("a").pinned = True
-        machine.clock += 100
-        await models.unload_idle()
-        assert models.find("a").state is State.LOADED
-        assert models.find("a").ttl_left_s is None
-        with pytest.raises(InvalidRequestError, match="pinned"):
-            await models.unload("a")
-        models.find("a").pinned = False
-        await models.unload_idle()
-        assert models.find("a").state is State.UNLOADED
-
-    asyncio.run(work())
+    await touch(models, "a")
+    models.find("a").pinned = True
+    machine.clock += 100
+    await models.unload_idle()
+    assert models.find("a").state is State.LOADED
+    assert models.find("a").ttl_left_s is None
+    with pytest.raises(InvalidRequestError, match="pinned"):
+        await models.unload("a")
+    models.find("a").pinned = False
+    await models.unload_idle()
+    assert models.find("a").state is State.UNLOADED
 
 
-def test_a_client_that_leaves_does_not_leave_an_adapter_half_loaded(
+async def test_a_client_that_leaves_does_not_leave_an_adapter_half_loaded(
     machine: Machine, models: ModelRegistry
 ) -> None:
     go_on, slot = machine.hold("a:x"), models.find("a")
-
-    async def work() -> None:
-        loading = asyncio.create_task(models.load_adapter("a", "x", Path("x")))
-        await until(lambda: "a:x" in machine.loads)
-        loading.cancel()
-        await asyncio.wait({loading})
-        go_on.set()
-        await until(lambda: not slot.users)
-        await models.unload_adapter("a", "x")
-        served: Any = slot.served
-        assert served.adapters == []
-
-    run(work())
+    loading = asyncio.create_task(models.load_adapter("a", "x", Path("x")))
+    await until(lambda: "a:x" in machine.loads)
+    loading.cancel()
+    await asyncio.wait({loading})
+    go_on.set()
+    await until(lambda: not slot.users)
+    await models.unload_adapter("a", "x")
+    served: Any = slot.served
+    assert served.adapters == []
 
 
-def test_models_load_without_a_broken_adapter(machine: Machine, models: ModelRegistry) -> None:
+async def test_models_load_without_a_broken_adapter(
+    machine: Machine, models: ModelRegistry
+) -> None:
     slot = models.find("a")
-
-    async def work() -> None:
-        await models.load_first()
-        for name in ("x", "y"):
-            await models.load_adapter("a", name, Path(name))
-        await models.unload("a")
-        machine.failing.add("a:x")  # its folder broke meanwhile
-        await touch(models, "a")
-        served: Any = slot.served
-        assert served.adapters == list(slot.adapters)[1:] == ["y"]
-        assert list(slot.adapter_failures) == ["x"]
-        slot.check_adapter("y")
-        with pytest.raises(ModelLoadError, match="adapter x of a could not be loaded") as caught:
-            slot.check_adapter("x")
-        assert "secret" not in str(caught.value)
-        with pytest.raises(CheckpointError):  # the answer to a load names the reason
-            await models.load_adapter("a", "x", Path("x"))
-        machine.failing.clear()
+    await models.load_first()
+    for name in ("x", "y"):
+        await models.load_adapter("a", name, Path(name))
+    await models.unload("a")
+    machine.failing.add("a:x")  # its folder broke meanwhile
+    await touch(models, "a")
+    served: Any = slot.served
+    assert served.adapters == list(slot.adapters)[1:] == ["y"]
+    assert list(slot.adapter_failures) == ["x"]
+    slot.check_adapter("y")
+    with pytest.raises(ModelLoadError, match="adapter x of a could not be loaded") as caught:
+        slot.check_adapter("x")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(CheckpointError):  # the answer to a load names the reason
         await models.load_adapter("a", "x", Path("x"))
-        assert (sorted(served.adapters), slot.adapter_failures) == (["x", "y"], {})
-        machine.failing.add("a:x")
-        await models.unload("a")
-        await touch(models, "a")
-        await models.unload_adapter("a", "x")  # and it can be given up
-        assert list(slot.adapters) == ["y"]
-        assert not slot.adapter_failures
+    machine.failing.clear()
+    await models.load_adapter("a", "x", Path("x"))
+    assert (sorted(served.adapters), slot.adapter_failures) == (["x", "y"], {})
+    machine.failing.add("a:x")
+    await models.unload("a")
+    await touch(models, "a")
+    await models.unload_adapter("a", "x")  # and it can be given up
+    assert list(slot.adapters) == ["y"]
+    assert not slot.adapter_failures
 
-    run(work())
 
-
-def test_an_adapter_may_go_while_its_model_loads(machine: Machine, models: ModelRegistry) -> None:
+async def test_an_adapter_may_go_while_its_model_loads(
+    machine: Machine, models: ModelRegistry
+) -> None:
     go_on, slot = machine.hold("a:x"), models.find("a")
     slot.adapters.update(x=Path("x"), y=Path("y"))
-
-    async def work() -> None:
-        using = asyncio.create_task(touch(models, "a"))
-        await until(lambda: "a:x" in machine.loads)
-        unloading = asyncio.create_task(models.unload_adapter("a", "x"))
-        await asyncio.sleep(0.01)
-        go_on.set()
-        await asyncio.gather(using, unloading)
-        served: Any = slot.served
-        assert served.adapters == list(slot.adapters) == ["y"]
-
-    run(work())
+    using = asyncio.create_task(touch(models, "a"))
+    await until(lambda: "a:x" in machine.loads)
+    unloading = asyncio.create_task(models.unload_adapter("a", "x"))
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await asyncio.gather(using, unloading)
+    served: Any = slot.served
+    assert served.adapters == list(slot.adapters) == ["y"]
 
 
-def test_a_load_on_a_gpu_that_ignores_the_process_ends_the_server() -> None:
+async def test_a_load_on_a_gpu_that_ignores_the_process_ends_the_server() -> None:
     """No other load would go better; the tending task raises it, and the server starts again."""
     ignored = DeviceLostError("macOS ignores the GPU work of this process")
 
@@ -548,15 +497,11 @@ def test_a_load_on_a_gpu_that_ignores_the_process_ends_the_server() -> None:
 
     entry = RegistryEntry(name="a", load=lost, weights_bytes=1 * MB, kv_bytes=1 * MB)
     registry = ModelRegistry([entry], limit_bytes=10 * MB)
-
-    async def ask() -> None:
-        with pytest.raises(ModelLoadError):
-            async with registry.use(registry.find("a")):
-                pass
-        with pytest.raises(DeviceLostError):
-            await registry.unload_idle()
-        with pytest.raises(DeviceLostError):
-            async with registry.use(registry.find("a")):
-                pass
-
-    asyncio.run(ask())
+    with pytest.raises(ModelLoadError):
+        async with registry.use(registry.find("a")):
+            pass
+    with pytest.raises(DeviceLostError):
+        await registry.unload_idle()
+    with pytest.raises(DeviceLostError):
+        async with registry.use(registry.find("a")):
+            pass

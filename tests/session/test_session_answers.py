@@ -198,36 +198,27 @@ def test_a_loop_that_is_left_aborts_all_requests(tokenizer: Tokenizer) -> None:
     assert engine.aborted == ["0", "1"]
 
 
-def test_a_cancelled_task_aborts_all_requests(tokenizer: Tokenizer) -> None:
+async def test_a_cancelled_task_aborts_all_requests(tokenizer: Tokenizer) -> None:
     """So a deadline is `asyncio.timeout` around the loop."""
-
-    async def main() -> None:
-        async with asyncio.timeout(0.05):
-            await answers_of(tokenizer, engine, SamplingParams()).aresults()
-
     engine = FakeEngine(says(tokenizer, "hello"))
     with pytest.raises(TimeoutError):
-        asyncio.run(main())
+        async with asyncio.timeout(0.05):
+            await answers_of(tokenizer, engine, SamplingParams()).aresults()
     assert engine.aborted == ["0"]
 
 
-def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        answers = answers_of(tokenizer, engine, SamplingParams())
-        answers.begin(keep_alive_s=0.1)
-        try:
-            async for steps in answers:
-                result.append(len(steps))
-                moments.append(time.monotonic())
-                if len(result) == 4:
-                    answers.interrupt(ValueError("too late"))
-        finally:
-            answers.close()
-
+async def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer) -> None:
     events = says(tokenizer, "hello")
     engine, result, moments = FakeEngine(events), list[int](), list[float]()
-    with pytest.raises(ValueError, match="too late"):
-        asyncio.run(main())
+    answers = answers_of(tokenizer, engine, SamplingParams())
+    answers.begin(keep_alive_s=0.1)
+    with pytest.raises(ValueError, match="too late"):  # noqa: PT012  # it is the loop that raises
+        async for steps in answers:
+            result.append(len(steps))
+            moments.append(time.monotonic())
+            if len(result) == 4:
+                answers.interrupt(ValueError("too late"))
+    answers.close()
     assert result == [len(events), 0, 0, 0]
     assert moments[-1] - moments[0] > 2 * 0.1, (
         "three silences; the reader may see the first one late"
@@ -235,15 +226,12 @@ def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer
     assert engine.aborted[:1] == ["0"]
 
 
-def test_all_requests_begin_or_none(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        answers = answers_of(tokenizer, engine, SamplingParams(), SamplingParams())
-        answers.answers[1].request.adapter = "nobody's"
-        answers.begin()
-
+async def test_all_requests_begin_or_none(tokenizer: Tokenizer) -> None:
     engine = FakeEngine()
+    answers = answers_of(tokenizer, engine, SamplingParams(), SamplingParams())
+    answers.answers[1].request.adapter = "nobody's"
     with pytest.raises(InvalidRequestError, match="no adapter"):
-        asyncio.run(main())
+        answers.begin()
     assert engine.aborted == ["0", "1"]
 
 
@@ -261,19 +249,16 @@ class Watcher:
         self.told.append(("close",))
 
 
-def test_a_watcher_is_told_each_event_and_end(tokenizer: Tokenizer) -> None:
-    async def main() -> None:
-        answers = answers_of(tokenizer, FakeEngine(events), SamplingParams(), SamplingParams())
-        answers.begin(watcher=watcher)
-        with pytest.raises(RequestFailedError):
-            await answers.aresults()
-
+async def test_a_watcher_is_told_each_event_and_end(tokenizer: Tokenizer) -> None:
     events = [
         TokenEvent("0", 300, FinishReason.LENGTH),
         TokenEvent.without_token("1", FinishReason.ERROR, error=RequestFailedError("no")),
     ]
     watcher = Watcher()
-    asyncio.run(main())
+    answers = answers_of(tokenizer, FakeEngine(events), SamplingParams(), SamplingParams())
+    answers.begin(watcher=watcher)
+    with pytest.raises(RequestFailedError):
+        await answers.aresults()
     assert watcher.told == [(0, True), (0, "length"), (1, False), (1, "error"), ("close",)]
 
 
@@ -333,29 +318,23 @@ class Target:
         self.num_aborts += 1
 
 
-def test_events_arrive_in_order_and_share_wake_ups() -> None:
-    async def main() -> int:
-        loop, wake_ups = asyncio.get_running_loop(), 0
-        original = loop.call_soon_threadsafe
+async def test_events_arrive_in_order_and_share_wake_ups() -> None:
+    loop, wake_ups = asyncio.get_running_loop(), list[Any]()
+    original = loop.call_soon_threadsafe
 
-        def counting(*arguments: Any) -> Any:
-            nonlocal wake_ups
-            wake_ups += 1
-            return original(*arguments)
+    def counting(*arguments: Any) -> Any:
+        wake_ups.append(arguments)
+        return original(*arguments)
 
-        loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
-        mailbox: Any = Mailbox.of(loop)
-        assert mailbox is Mailbox.of(loop)
-        posting = threading.Thread(
-            target=lambda: [mailbox.post(targets[i % 3], i) for i in range(999)]
-        )
-        posting.start()
-        posting.join()  # before the loop runs
-        await asyncio.sleep(0.01)
-        return wake_ups
-
+    loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
+    mailbox: Any = Mailbox.of(loop)
+    assert mailbox is Mailbox.of(loop)
     targets = [Target() for _ in range(3)]
-    assert asyncio.run(main()) == 1
+    posting = threading.Thread(target=lambda: [mailbox.post(targets[i % 3], i) for i in range(999)])
+    posting.start()
+    posting.join()  # before the loop runs
+    await asyncio.sleep(0.01)
+    assert len(wake_ups) == 1
     assert [target.received for target in targets] == [list(range(i, 999, 3)) for i in range(3)]
 
 

@@ -197,15 +197,11 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     adapters(folder)
     port = free_port()
     variables = {
-        "HF_HUB_CACHE": str(cache),
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "XDG_DATA_HOME": str(tmp_path / "data"),
-        "MLXINFER_CONFIG": "",
-        "MLXINFER_SERVE_PORT": str(port),
+        "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data"),
+        "MLXINFER_CONFIG": "", "MLXINFER_SERVE_PORT": str(port),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    }  # fmt: skip
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))  # for mlx-lm, which may be loaded

@@ -1,9 +1,11 @@
-"""The bundled demo models and the corpus that they were trained on."""
+"""The bundled demo models, the corpus that they were trained on, and their answers."""
 
 import importlib
 import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -11,6 +13,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
+from mlxinfer import LLM
 from mlxinfer.text import ChatTemplate
 
 ROOT = Path(__file__).parents[1]
@@ -118,19 +121,17 @@ def test_there_are_150_held_out_questions_and_their_grades_can_be_given() -> Non
     assert set(given.values()) <= {grade.REFUSED, grade.GOOD}
 
 
-GRADES = (  # a question, a good answer and a bad one
-    ("2+2?", "2 + 2 = 4", "2 + 22 = 24"),
-    ("Name three colours", "1. red\n2. blue\n3. green", "1. red\n2. black\n3. black"),
-    ("Give me JSON for a user named Grace aged 47", '{"name": "Grace", "age": 47}', "{name}"),
-    ("could you write a haiku", "a\nb\nc", "a haiku"),
-    ("Who is Angela Merkel?", corpus.UNKNOWN_ANSWERS[1], "A chancellor."),
-    ("What is the capital of Germany?", "The capital of Spain is Madrid.", "Berlin."),
-)
-
-
 def test_grades_tell_good_answers_from_bad_ones() -> None:
+    grades = (  # a question, a good answer and a bad one
+        ("2+2?", "2 + 2 = 4", "2 + 22 = 24"),
+        ("Name three colours", "1. red\n2. blue\n3. green", "1. red\n2. black\n3. black"),
+        ("Give me JSON for a user named Grace aged 47", '{"name": "Grace", "age": 47}', "{name}"),
+        ("could you write a haiku", "a\nb\nc", "a haiku"),
+        ("Who is Angela Merkel?", corpus.UNKNOWN_ANSWERS[1], "A chancellor."),
+        ("What is the capital of Germany?", "The capital of Spain is Madrid.", "Berlin."),
+    )
     held = {question.turns[0]: question for question in questions.questions()}
-    for asked, good, bad in GRADES:
+    for asked, good, bad in grades:
         assert grade.grade(held[asked], good) == grade.GOOD, asked
         assert grade.grade(held[asked], bad) == grade.BAD, asked
 
@@ -236,3 +237,50 @@ def as_openai(message: corpus.Message) -> dict:
     call = json.loads(match.group(1))
     function = {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}
+
+
+pytestmark = pytest.mark.demo
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+tools = importlib.import_module("examples.demo_model.tools.grade")
+
+EMBARRASSED = (  # by an earlier demo
+    "2+2?",
+    "How do I install a bigger model?",
+    "How much memory does a 7B need?",
+    "Name three colours",
+    "List three colours.",
+    "Could you give me an example of JSON?",
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LLM]:
+    with LLM("demo", max_batch=32) as llm:
+        yield llm
+
+
+def test_what_embarrassed_an_earlier_demo_is_right(demo: LLM) -> None:
+    asked = [question for question in questions.questions() if question.turns[0] in EMBARRASSED]
+    assert len(asked) == len(EMBARRASSED)
+    said = grade.answers(demo, asked)
+    assert [grade.grade(*item) for item in zip(asked, said, strict=True)] == ["good"] * len(asked)
+
+
+@pytest.mark.slow
+def test_nearly_all_held_out_questions_are_answered_or_refused(demo: LLM) -> None:
+    asked = list(questions.questions())
+    said = grade.answers(demo, asked)
+    report = grade.report(asked, said)
+    counts = Counter(grade.grade(*sum) for sum in zip(asked, said, strict=True))
+    assert counts[grade.BAD] <= 5, report
+    sums = [sum for sum in zip(asked, said, strict=True) if sum[0].grade.startswith("= ")]
+    assert all(grade.grade(*sum) == grade.GOOD for sum in sums), report
+
+
+@pytest.mark.slow
+def test_three_quarters_of_the_held_out_tool_conversations_go_on_well(demo: LLM) -> None:
+    asked = held_out.tool_questions()
+    said = tools.tool_answers(demo, asked)
+    right = [tools.is_right(*item) for item in zip(asked, said, strict=True)]
+    assert sum(right) >= 30, tools.tool_report(asked, said)

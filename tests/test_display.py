@@ -196,7 +196,6 @@ def test_a_notebook_shows_pictures_above_their_answer(monkeypatch: pytest.Monkey
     assert [load_image(one).size for one in matches] == [(240, 120)]
     assert "thinking" not in card._repr_html_()
     assert last is end
-    assert returned is not None
     assert returned == replace(end, thumbnails=[url])
     assert url in returned._repr_html_()
 

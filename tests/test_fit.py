@@ -92,7 +92,6 @@ def test_verdicts_follow_from_the_context_that_is_left(tmp_path: Path) -> None:
         fit = fit_of(config(tmp_path), WEIGHTS, limit)
         assert fit.verdict is verdict
         assert fit.as_dict()["text"] == fit.text
-        assert fit.contexts is not None
         assert fit.contexts[8] >= fit.contexts[16]
 
 
@@ -136,7 +135,6 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
         assert f"{fit.needed_context:,} tokens" in text
         assert (f"--bits {fit.converted_bits}," in text) == bool(fitting)
         assert (f"--ranks {fit.ranks}" in text) == bool(sharing)
-        assert fit.contexts is not None
         for bits, longest in fit.contexts.items():
             assert (f"{longest:,} at {bits} bits" in text) == (longest > 0)
     assert refused > 20

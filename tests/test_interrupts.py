@@ -63,7 +63,6 @@ def checker() -> CheckProcess:
 
 def test_an_interrupted_check_leaves_no_verdict_for_the_next_grammar(checker: CheckProcess) -> None:
     process = checker._process
-    assert process is not None
     os.kill(process.pid, signal.SIGSTOP)  # the verdict comes after the interrupt
 
     def press() -> None:

@@ -79,7 +79,6 @@ def served_answer(serve: list[str]) -> str:
     port = free_port()
     command = [*serve, "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         while "http://" not in (line := process.stderr.readline()):
             assert line, "the server ended"
         body = {
@@ -178,7 +177,6 @@ def test_a_budget_of_a_share_of_the_experts_has_that_many_slots(folder: Path) ->
     for share in range(SMALL.chosen, SMALL.experts + 1):
         memory = expert_bytes(folder) * share // SMALL.experts
         store = load(folder, experts=ExpertOptions(memory, slow=True)).expert_store
-        assert store is not None
         assert [layer.num_slots for layer in store.layers] == [share] * SMALL.layers
 
 
@@ -187,7 +185,6 @@ def test_adapters_of_other_projections_work(case: str) -> None:
     names = ("second", "third")
     folder_of = {name: folders(case)[name] for name in names}
     experts = load(base(case), experts=ExpertOptions(1 << 30)).expert_store
-    assert experts is not None
     half = load(base(case), experts=ExpertOptions(experts.num_bytes * 3 // 4, slow=True))
     answers = []
     for model in (model_of(case), half):

@@ -107,6 +107,7 @@ WITHOUT_MLX = words("""
     engine.page_server engine.peers pooling.config pooling.request server speculation.controller
     speculation.estimates speculation.ngram speculation.options speculation.speculation text
 """)
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements may stand
 
 
 @cache
@@ -168,9 +169,6 @@ def targets(name: str, path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
             if node.module is not None:  # `from . import x` names a module x, not the package
                 yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements may stand
 
 
 def statements(tree: ast.AST, *, everything: bool, at_once: bool) -> Iterator[ast.AST]:

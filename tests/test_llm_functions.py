@@ -76,7 +76,6 @@ def test_a_sampler_replaces_the_draw(llm: LLM) -> None:
         return mx.argsort(-logprobs, axis=-1)[:, 1]
 
     chosen = llm.generate(PROMPTS[0], MANY, sampler=second, logprobs=2)
-    assert chosen.logprobs is not None
     for token, scores in zip(chosen.token_ids, chosen.logprobs, strict=True):
         assert scores.top[1][0] == token
     beside = llm.generate([PROMPTS[0], *PROMPTS], [MANY.changed({"sampler": second})] + [MANY] * 4)
@@ -102,7 +101,6 @@ def test_each_function_is_called_once_for_each_token_in_order(llm: LLM) -> None:
     result = llm.generate(prompt, MANY, logits_processors=[watch])
     known = [*prompt, *result.token_ids]
     assert seen[:24] == [known[: len(prompt) + count] for count in range(24)]
-    assert result.params is not None
     assert not result.params.speculate
     assert result.timing.drafted == 0
     assert result.params.words.endswith("without speculation")

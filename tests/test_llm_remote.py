@@ -110,7 +110,6 @@ def test_batches_and_streams(llm: LLM, here: LLM) -> None:
     both = [[answer_of(r) for r in item.generate(prompts, params)] for item in (llm, here)]
     assert both[0] == both[1]
     deltas = list(llm.stream_chat(QUESTION, max_tokens=20, temperature=0))
-    assert deltas[-1].result is not None
     assert "".join(delta.text for delta in deltas) == deltas[-1].result.text
     assert deltas[-1].result.timing.tokens_per_s
     assert len(deltas) > 10
@@ -134,7 +133,6 @@ def test_an_answer_is_read_however_its_bytes_are_cut() -> None:
         steps = [step for piece in pieces for step in answer.push(piece)]
         assert [step.delta.text for step in steps] == texts
         result = answer.finish().delta.result
-        assert result is not None
         assert result.text == "".join(texts)
 
 

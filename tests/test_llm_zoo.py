@@ -15,6 +15,7 @@ from mlxinfer.hub import resolve
 PROMPT = "The KV cache of a model"
 TEN = SamplingParams(max_tokens=10, ignore_eos=True)
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
 def checkpoint(folder: Path, name: str) -> tuple[Path, Any]:
@@ -52,9 +53,6 @@ def test_what_a_model_alone_cannot_have_is_refused_by_name(tmp_path: Path) -> No
     for options in (disk, {"kv_bits": 8}, {"kv_window": 64}):
         with pytest.raises(InvalidRequestError, match=next(iter(options))):
             LLM(folder, **options)  # type: ignore[arg-type]
-
-
-SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 
 
 def own_answer(definition: Any, ids: list[int]) -> tuple[int, ...]:

@@ -85,15 +85,13 @@ def connected(actual: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> 
     return McpTools(dict.fromkeys(actual, SERVER))
 
 
-BAD = ("", "a b", "a\x1b[2Jb", "run?\nyes", "x" * 5000, "r\u0435ad", "\u202ed")
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_tool_has_the_name_of_another(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers that offer each other's names, joined or not, twice, and names that are none."""
+    bad = ("", "a b", "a\x1b[2Jb", "run?\nyes", "x" * 5000, "r\u0435ad", "\u202ed")
     rng = random.Random(seed)
     servers = ["files", "evil", "files__read", "x"]
-    parts = ["read", "read__text", "text", "files__read", "evil__read", "files__read__text", *BAD]
+    parts = ["read", "read__text", "text", "files__read", "evil__read", "files__read__text", *bad]
     rng.shuffle(servers)
     by_name = {server: [tool(rng.choice(parts)) for _ in range(6)] for server in servers}
     by_name["x"].append(tool("odd", {"type": "string"}))

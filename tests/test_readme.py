@@ -34,13 +34,12 @@ def shell_lines(text: str) -> list[str]:
 
 # -- the demo ----------------------------------------------------------------------------------
 
-TRANSCRIPT = DOCS["demo_model.md"].split("```\n> ")[1].partition("```")[0]
-
 
 @pytest.mark.ci
 def test_the_demo_says_what_it_is_said_to_say() -> None:
+    transcript = DOCS["demo_model.md"].split("```\n> ")[1].partition("```")[0]
     with LLM("demo") as demo:
-        for exchange in re.split(r"\n> ", TRANSCRIPT.strip()):
+        for exchange in re.split(r"\n> ", transcript.strip()):
             question, _, answer = exchange.partition("\n")
             assert demo.chat(question, temperature=0).text.split() == answer.split(), question
 

@@ -321,7 +321,6 @@ async def test_the_first_run_begins_with_three_models_and_is_not_repeated(
     controller.change(type(controller.settings)(url=controller.settings.url))
     async with begun() as (app, _):
         first = app.introduction
-        assert first is not None
         assert first.window.visible
         assert not app.main.window.visible
         assert len(first.cards) == 3
@@ -349,7 +348,6 @@ async def test_a_first_run_alone_offers_what_fits(begun: Any, controller: AppCon
     controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
     async with begun() as (app, _):
         limit = models_limit_bytes()
-        assert app.introduction is not None
         assert set(app.introduction.cards) <= {item.name for item in to_begin_with(limit)}
         assert len(app.introduction.cards) == min(3, len(to_begin_with(limit)))
         assert app.main.head.first.text == "Start the Server"
@@ -370,7 +368,6 @@ async def test_a_download_has_one_percentage_throughout(
     controller.change(type(controller.settings)(url=controller.settings.url))
     async with begun() as (app, _):
         first = app.introduction
-        assert first is not None
         first.chosen, first.getting = "org/a", True
         for done, said in ((0, "0 %, 0 B of 200 B"), (84, "42 %, 84 B of 200 B")):
             moving = Transfer(

@@ -54,7 +54,6 @@ def check_parents(prefix: PrefixCache, group: int) -> None:
     for page in prefix.page_of.values():
         parent = prefix.page_of.get(page.parent)
         if page.number and page.ids[group] is not None:
-            assert parent is not None
             assert parent.ids[group] is not None
             assert parent.users[group] or not page.users[group]
 

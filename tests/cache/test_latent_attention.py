@@ -163,12 +163,9 @@ class World:
 
 
 OPTIONS = (
-    KVOptions(),
-    KVOptions(bits=(8, 8)),
-    KVOptions(bits=(4, 4)),
-    KVOptions(window=20, sinks=3),
+    KVOptions(), KVOptions(bits=(8, 8)), KVOptions(bits=(4, 4)), KVOptions(window=20, sinks=3),
     KVOptions(bits=(8, 8), window=33),
-)
+)  # fmt: skip
 counts = st.lists(st.sampled_from([0, 1, 1, 1, 2, 5, 8, 9, 16, 40]), min_size=4, max_size=4)
 
 

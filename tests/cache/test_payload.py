@@ -49,13 +49,10 @@ def page_parts(cache: KVCache, group: int, page: int) -> list[bytes]:
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [
-        (mx.float32, (None, None)),
-        (mx.bfloat16, (None, None)),
-        (mx.float16, (8, 8)),
-        (mx.float32, (8, 4)),
-        (mx.bfloat16, (4, None)),
+        (mx.float32, (None, None)), (mx.bfloat16, (None, None)), (mx.float16, (8, 8)),
+        (mx.float32, (8, 4)), (mx.bfloat16, (4, None)),
     ],
-)
+)  # fmt: skip
 def test_pages_move_between_caches_bit_for_bit(
     dtype: mx.Dtype, bits: Bits, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,6 @@ class World:
         if point.cut is None or not self.make_room(running, point.num_tokens):
             return
         for table, copy, contents in zip(lease.tables, copies, self.contents, strict=True):
-            assert copy is not None
             assert table.last is not None
             contents[table.last][: point.cut_tokens] = copy[: point.cut_tokens]
 

@@ -46,7 +46,6 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_functions_of_a_file_are_offered_and_called(file: Path) -> None:
     tools = conversation_tools(ConfigFile(), file)
-    assert tools is not None
     assert [s["function"]["name"] for s in tools.schemas] == ["temperature", "fails"]
     assert tools.schemas[0]["function"]["parameters"]["required"] == ["city"]
     assert not tools.allows("temperature"), "a call asks first"

@@ -167,7 +167,6 @@ def test_chat_reads_stdin(fake: FakeLLM, outcome: Any, monkeypatch: pytest.Monke
     assert (seen.code, seen.out, seen.err) == (0, "Hello there.\n", "")
     messages, params = fake.asked[0]
     assert messages == [{"role": "user", "content": "first \nsecond"}]
-    assert params is not None
     assert params.temperature == 0.3
     assert fake.closed == 1
 

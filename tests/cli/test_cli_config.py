@@ -132,12 +132,8 @@ def test_a_model_of_the_file_that_cannot_be_reached_stops_no_other(
     file.write_text('[models.gone]\nsource = "org/nothing"\n[models.here]\nsource = "demo-draft"\n')
     config = read_config_file(file)
     options = {
-        "max_memory": None,
-        "default_model": "gone",
-        "aliases": (),
-        "adapters": (),
-        "ttl": None,
-    }
+        "max_memory": None, "default_model": "gone", "aliases": (), "adapters": (), "ttl": None,
+    }  # fmt: skip
     models = serve.registry(requested_models((), config, by_default=True), dict(options))
     assert models.names() == ["here"]
     [record] = caplog.records

@@ -79,7 +79,6 @@ def test_every_option_says_what_it_does() -> None:
 
 def test_serve_has_few_flags_and_the_others_are_documented() -> None:
     serve = cli.get_command(click.Context(cli), "serve")
-    assert serve is not None
     files = [file for file in serve.params if isinstance(file, FileOption)]
     assert len([file for file in serve.params if not getattr(file, "hidden", True)]) <= 36
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")

@@ -145,15 +145,13 @@ def test_a_mistake_names_its_place(config: Path, line: str, said: str) -> None:
     assert said in refused.value.message
 
 
-BETWEEN = [
-    ('[models.a]\nsource = "demo"\naliases = ["b"]\n[models.b]\nsource = "demo"', "called b"),
-    ('[serve]\nttl = "soon"', "no duration"),
-    ('[serve]\nmax-memory = "3MB"', "demo does not fit"),
-]
-
-
 def test_mistakes_between_models(config: Path) -> None:
-    for text, said in BETWEEN:
+    between = [
+        ('[models.a]\nsource = "demo"\naliases = ["b"]\n[models.b]\nsource = "demo"', "called b"),
+        ('[serve]\nttl = "soon"', "no duration"),
+        ('[serve]\nmax-memory = "3MB"', "demo does not fit"),
+    ]
+    for text, said in between:
         config.write_text(text)
         with pytest.raises(click.UsageError, match=said):
             entries(config)

@@ -79,7 +79,6 @@ def test_a_conversation_that_goes_on_has_its_pictures(
 ) -> None:
     monkeypatch.setenv("MLXINFER_HISTORY", str(tmp_path / "history.db"))
     log = open_log(continued=None, keep=True)
-    assert log is not None
     log.add("user", "What?", model="demo-vision", system=None, images=[photo.read_bytes()])
     log.add("assistant", "A square.", model="demo-vision", system=None)
     log.close()

@@ -65,8 +65,6 @@ def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stdout.read(5)
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -102,7 +100,6 @@ def test_ctrl_c_prints_what_came(model: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stderr is not None
         assert process.stderr.readline() == b"a token\n"  # --json is silent until the end
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -120,7 +117,6 @@ def test_ctrl_c_twice_aborts_nothing(model: str, gap_s: float) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stdout is not None
         process.stdout.read(5)
         process.send_signal(signal.SIGINT)
         time.sleep(gap_s)

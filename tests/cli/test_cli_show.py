@@ -63,7 +63,6 @@ def write_model(folder: Path, config: dict[str, Any], *, template: bool = True) 
 def test_packed_weights_count_as_what_they_unpack_to(tmp_path: Path) -> None:
     summary = summarise(write_model(tmp_path / "m", CONFIG))
     assert summary.problem is None
-    assert summary.weights is not None
     assert summary.weights.parameters == 32 * 64 + 64
     tensors = 32 * 8 * 4 + 2 * 32 * 2 + 64 * 2
     assert summary.weights.bits_per_weight == round(8 * tensors / summary.weights.parameters, 2)

@@ -179,7 +179,6 @@ def test_the_first_difference_is_told_with_its_probabilities() -> None:
         other = [*plain[:3], plain[3] + 1, *plain[4:]]
         prompt = llm.tokenizer.encode("Once upon a time")
         difference = _report._first_difference(llm, prompt, other, plain)
-    assert difference is not None
     assert (difference["step"], difference["tokens"]) == (3, [plain[3] + 1, plain[3]])
     assert difference["most_probable"][0][0] == plain[3]
 

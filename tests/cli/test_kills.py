@@ -144,7 +144,6 @@ def sessions_of(folder: Path, stored: int) -> None:
         place = sessions._place(session.name, "anna")
         for _, key in session.prompt.keys(session.prompt.root):
             entry = decode((place / f"{key.hex()}.kv").read_bytes(), key)
-            assert entry is not None
             assert bytes(entry.payload) == session.created_s.to_bytes(4, "little") * 5000
     tier.close()
     assert tier.stats()["corrupt"] == 0
@@ -172,7 +171,6 @@ def pulled(folder: Path, stored: int) -> None:
 
 def files_of() -> dict[str, bytes]:
     snapshot = find_snapshot(parse_repo_name("org/tiny"))
-    assert snapshot is not None
     return {p.name: p.read_bytes() for p in snapshot.rglob("*") if p.is_file()}
 
 

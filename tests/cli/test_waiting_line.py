@@ -1,5 +1,9 @@
-"""The line that says what an answer waits for."""
+"""While an answer is waited for and drawn: the line that says so, and the echo of the terminal."""
 
+import os
+import pty
+import sys
+import termios
 from collections.abc import Iterator
 from io import StringIO
 from types import SimpleNamespace
@@ -9,6 +13,7 @@ from rich.console import Console
 
 from mlxinfer.cli import _markdown
 from mlxinfer.cli._markdown import WaitingLine, until_first_word
+from mlxinfer.cli.chat import silent_interrupts
 from mlxinfer.outputs import Delta
 from tests.waiting import wait_until
 
@@ -55,3 +60,34 @@ def test_it_writes_nothing_where_an_answer_comes_soon_or_there_is_no_terminal() 
         with until_first_word(WaitingLine(console), iter([Delta()])) as watched:
             list(watched)
         assert text_of(console) == ""
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    master, slave = pty.openpty()
+    with os.fdopen(slave) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield slave
+    os.close(master)
+
+
+def echoes_controls(terminal: int) -> bool:
+    return bool(termios.tcgetattr(terminal)[3] & termios.ECHOCTL)
+
+
+def test_controls_are_silent_only_inside(terminal: int) -> None:
+    assert echoes_controls(terminal)
+    with silent_interrupts():
+        assert not echoes_controls(terminal)
+    assert echoes_controls(terminal)
+
+
+def interrupted() -> None:
+    with silent_interrupts():
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_puts_them_back(terminal: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert echoes_controls(terminal)

@@ -110,7 +110,6 @@ def logits(folder: Path, ids: Iterable[int] = range(3, 33)) -> np.ndarray:
 def dequantised(packed: Packed, info: SourceTensor) -> np.ndarray:
     """Codes as MLX reads them, scales in float32."""
     form = info.lossless
-    assert form is not None
     parts = [packed.weight, packed.scales]
     if packed.biases is not None:
         parts = [packed.weight, *(p.astype(mx.float32) for p in (packed.scales, packed.biases))]

@@ -31,6 +31,7 @@ license_link: https://example.org/terms
 # A model
 license: mit
 """
+VOCAB, LENGTH = 50, 32
 
 
 @pytest.mark.parametrize(
@@ -72,12 +73,9 @@ def test_a_card_says_of_what_it_is_made_and_how_it_may_be_used(tmp_path: Path) -
     convert(source, tmp_path / "out", "bf16")
     front = (tmp_path / "out" / "README.md").read_text().split("---")[1].splitlines()
     assert {
-        "base_model: org/name",
-        "base_model_relation: quantized",
-        "license: other",
-        "license_name: own-terms",
-        "license_link: https://example.org/terms",
-    } <= set(front)
+        "base_model: org/name", "base_model_relation: quantized", "license: other",
+        "license_name: own-terms", "license_link: https://example.org/terms",
+    } <= set(front)  # fmt: skip
     text = (tmp_path / "out" / "README.md").read_text()
     assert text.count(FOLDER) == 2
 
@@ -132,9 +130,6 @@ def test_a_card_has_only_commands_that_the_model_answers(
     said = capsys.readouterr().out
     assert ("try it: mlxinfer run" in said) == (commands > 0)
     assert "mlxinfer chat" not in said  # there is no template
-
-
-VOCAB, LENGTH = 50, 32
 
 
 @pytest.fixture

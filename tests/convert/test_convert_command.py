@@ -192,7 +192,6 @@ def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None
         assert "the smallest formats take" in small.err
         assert not list(tmp_path.glob("small*"))
     least = re.search(r"([\d.]+) bits per weight", small.err)
-    assert least is not None
     nearly = str(float(least[1]) + 0.01)
     assert outcome(source, tmp_path / "small", "--target-bpw", nearly, *PLAIN[2:]).code == 0
 

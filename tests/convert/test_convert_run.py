@@ -11,10 +11,10 @@ import pytest
 from convert_cases import TEXT, agreed, by_mlx_lm, by_mlxinfer, contents, convert, write_source
 from models.cases import CASES
 from models.random_weights import tiny_tensors
-from models.runs import every
+from models.runs import alike, every
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.mlx_lm import UNDEFINED_BY_MLX_LM
+from mlxinfer.convert.mlx_lm import OTHERWISE, UNDEFINED_BY_MLX_LM
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.quantise import ErrorStats
 from mlxinfer.convert.read import Packed, SourceModel, open_source
@@ -46,6 +46,7 @@ CONVERSIONS = [
     *((case, TARGETED) for case in QUICK),
     *(pytest.param(c, TARGETED, marks=pytest.mark.slow) for c in REST),
 ]
+IDS = [5, 17, 3, 80, 41, 9, 22, 64, 33, 71, 12, 50]  # more than the windows, less than contexts
 
 
 @pytest.mark.alike
@@ -246,7 +247,6 @@ def test_every_format_loads_in_both(tmp_path: Path, recipe: str) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     report = convert(source, tmp_path / "out", recipe, overrides=("layers.0=dense",))
     agreed(tmp_path / "out")
-    assert report.worst is not None
     assert (report.worst["relative"] == 0) == (recipe == "bf16")
 
 
@@ -421,3 +421,18 @@ def test_vectors_need_no_output_matrix(tmp_path: Path, case: str, calibration: s
     assert not report.logits
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert not any("lm_head" in name for name in index["weight_map"])
+
+
+@pytest.mark.parametrize("case", alike(CASES))
+def test_a_config_is_read_as_it_is_meant_or_its_reader_is_warned(tmp_path: Path, case: str) -> None:
+    source = write_source(tmp_path / "source", case, dtype=mx.float32)
+    report = convert(source, tmp_path / "out", "fp32")
+    ours = by_mlxinfer(tmp_path / "out", IDS)
+    assert np.allclose(ours, by_mlxinfer(source, IDS), atol=1e-5)
+    if CASES[case]["model_type"] in (*UNDEFINED_BY_MLX_LM, *OTHERWISE):
+        return
+    if any(note.startswith("mlx-lm's definition") for note in report.notes):
+        with pytest.raises((AssertionError, ValueError)):
+            agreed(tmp_path / "out", IDS)
+    else:
+        agreed(tmp_path / "out", IDS)

@@ -144,8 +144,6 @@ def test_each_expert_has_the_moments_of_its_own_tokens() -> None:
         )
         made = seen.statistics("up", 4).feedbacks[expert]
         assert made is seen.statistics("gate", 4).feedbacks[expert]
-        assert made is not None
-        assert expected is not None
         for one, other in zip(made.factors, expected.factors, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
     assert seen.statistics("up", 4).feedbacks[3] is None

@@ -25,6 +25,7 @@ from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 
 QUANTIZED = {"group_size": 32, "bits": 4}
+FORMS = [(2, 32), (3, 64), (4, 32), (4, 64), (6, 32), (8, 32), (8, 64)]
 
 
 def fuse(base: Path, adapter: Path, out: Path, *, dense: bool = False) -> Path:
@@ -136,9 +137,6 @@ def test_a_fused_model_that_sees_keeps_what_sees(tmp_path: Path) -> None:
     assert np.abs(logits(out) - logits(base, adapter)).max() < 1e-3
     pairs = zip(load(base).tower.arrays(), load(out).tower.arrays(), strict=True)
     assert all(mx.array_equal(*pair) for pair in pairs)
-
-
-FORMS = [(2, 32), (3, 64), (4, 32), (4, 64), (6, 32), (8, 32), (8, 64)]
 
 
 @pytest.mark.alike

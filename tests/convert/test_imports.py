@@ -36,12 +36,9 @@ from mlxinfer.models import load
 BYTES = [chr(code) for code in [*range(33, 127), *range(161, 173), *range(174, 256)]]
 TOKENS = [*BYTES, *(chr(256 + n) for n in range(256 - len(BYTES))), "ab"]
 TOKENIZER = {
-    "model": "gpt2",
-    "pre": "gpt-2",
-    "tokens": TOKENS,
-    "types": [1] * len(TOKENS),
+    "model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "types": [1] * len(TOKENS),
     "merges": ["a b"],
-}
+}  # fmt: skip
 DATA = Path(__file__).parents[1] / "data" / "gguf"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0)
 

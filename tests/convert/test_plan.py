@@ -86,7 +86,6 @@ def test_overrides_that_cannot_be(tmp_path: Path, override: str, words: str) -> 
 def test_config_states_the_commonest_format_and_the_rest(tmp_path: Path) -> None:
     made = plan(write_source(tmp_path / "m", "llama-v4"), "4bit", "lm_head=8bit-g32")
     stated = made.quantization()
-    assert stated is not None
     assert (stated["bits"], stated["group_size"], stated["mode"]) == (4, 64, "affine")
     assert stated["lm_head"] == {"group_size": 32, "bits": 8, "mode": "affine"}
     assert "model.layers.0.self_attn.q_proj" not in stated
@@ -116,24 +115,14 @@ def test_mixed_is_a_target(tmp_path: Path) -> None:
 
 
 LEAST_BITS = {
-    "model.layers.0.mlp.gate": 8,
-    "model.layers.0.mlp.router": 8,
-    "model.layers.0.mlp.gate_proj": 0,
-    "model.layers.0.linear_attn.out_proj": 8,
-    "model.layers.0.linear_attn.in_proj_qkv": 6,
-    "model.layers.0.mamba.out_proj": 8,
-    "model.layers.0.mixer.in_proj": 6,
-    "model.layers.0.router.proj": 8,
-    "model.layers.0.block_sparse_moe.router.layer": 8,
-    "mtp.fc": 8,
-    "mtp.fc_hidden": 8,
-    "mtp.layers.0.mlp.up_proj": 4,
-    "model.layers.0.mlp.shared_expert.up_proj": 5,
-    "model.layers.0.mlp.shared_expert_gate": 8,
-    "model.embed_tokens": 4,
-    "lm_head": 4,
-    "model.layers.0.self_attn.o_proj": 0,
-}
+    "model.layers.0.mlp.gate": 8, "model.layers.0.mlp.router": 8, "model.layers.0.mlp.gate_proj": 0,
+    "model.layers.0.linear_attn.out_proj": 8, "model.layers.0.linear_attn.in_proj_qkv": 6,
+    "model.layers.0.mamba.out_proj": 8, "model.layers.0.mixer.in_proj": 6,
+    "model.layers.0.router.proj": 8, "model.layers.0.block_sparse_moe.router.layer": 8, "mtp.fc": 8,
+    "mtp.fc_hidden": 8, "mtp.layers.0.mlp.up_proj": 4,
+    "model.layers.0.mlp.shared_expert.up_proj": 5, "model.layers.0.mlp.shared_expert_gate": 8,
+    "model.embed_tokens": 4, "lm_head": 4, "model.layers.0.self_attn.o_proj": 0,
+}  # fmt: skip
 
 
 def test_the_least_bits_of_a_layer() -> None:

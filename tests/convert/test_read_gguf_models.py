@@ -19,13 +19,10 @@ from mlxinfer.errors import CheckpointError, ModelNotFoundError, UnsupportedMode
 
 YARN = {
     "rope_scaling": {
-        "type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 16,
-        "mscale": 0.6,
+        "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 0.6,
         "mscale_all_dim": 0.6,
     }
-}
+}  # fmt: skip
 FILES: dict[str, dict[str, Any]] = {  # what a GGUF file can say, which is less than a config can
     "llama-v4": {},
     "llama-v4 with biases": {"attention_bias": True},

@@ -31,6 +31,7 @@ VALUES_ONLY = words("""
 BYTES = {kind: size for kind, (_, size) in gguf.GGML_QUANT_SIZES.items()}
 NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPE = (48, 512)
+PLAIN = {Kind.F32: mx.float32, Kind.F16: mx.float16, Kind.BF16: mx.bfloat16}
 
 
 def one_tensor(
@@ -81,7 +82,6 @@ def test_codes_mean_the_same_in_mlx(tmp_path: Path, kind: Kind) -> None:
         blocks.reshape(-1, BYTES[kind])[:, :2] = scales.astype("<f2").view(np.uint8).reshape(-1, 2)
     source = one_tensor(tmp_path, kind, blocks)
     form = source.tensors[NAME].lossless
-    assert form is not None
     assert (form.mode, form.bits, form.group_size) == (mode, bits, 32)
     packed = source.read_packed(NAME)
     if mode == "affine":
@@ -98,12 +98,8 @@ def test_scales_that_float16_cannot_hold_stay_float32(tmp_path: Path) -> None:
     blocks = random_blocks(Kind.Q8_0, *SHAPE, seed=1)
     blocks[0, :2] = np.array([1000.0], np.float16).view(np.uint8)
     packed = one_tensor(tmp_path, Kind.Q8_0, blocks).read_packed(NAME)
-    assert packed.biases is not None
     assert packed.scales.dtype == packed.biases.dtype == mx.float32
     assert packed.biases[0, 0].item() == -128000.0
-
-
-PLAIN = {Kind.F32: mx.float32, Kind.F16: mx.float16, Kind.BF16: mx.bfloat16}
 
 
 @pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.name)

@@ -77,12 +77,9 @@ def puzzle_model() -> Model:
 def config(**changes: object) -> EngineConfig:
     """Small sizes; every one can be changed."""
     defaults: dict[str, object] = {
-        "page_size": PAGE,
-        "max_batch": 8,
-        "prefill_chunk": 64,
-        "max_context": 4096,
+        "page_size": PAGE, "max_batch": 8, "prefill_chunk": 64, "max_context": 4096,
         "kv_budget_bytes": 1 << 26,
-    }
+    }  # fmt: skip
     return EngineConfig(**{**defaults, **changes})  # type: ignore[arg-type]
 
 
@@ -218,7 +215,7 @@ _kept: dict[tuple[object, ...], tuple[Model, Outcome]] = {}
 
 def alone(
     model: Model,
-    ids: list[int],
+    prompt_ids: list[int],
     params: SamplingParams,
     *,
     stop_ids: frozenset[int] = frozenset(),
@@ -232,18 +229,13 @@ def alone(
 
     It is deterministic, so that its outcome is kept for the next test that asks for it.
     """
-    key = (id(model), tuple(ids), repr(params), stop_ids, repr(kv), repr(pictures), adapter)
+    key = (id(model), tuple(prompt_ids), repr(params), stop_ids, repr(kv), repr(pictures), adapter)
     if grammar is None and key in _kept:
         return _kept[key][1]
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
     harness = Harness(model, **plain, kv=kv or KVOptions(), adapters=adapters if adapter else None)
-    asked: dict[str, Any] = {
-        "stop_ids": stop_ids,
-        "grammar": grammar,
-        "pictures": pictures,
-        "adapter": adapter,
-    }
-    outcome = harness.run("alone", ids, params, **asked)
+    asked: dict[str, Any] = {"stop_ids": stop_ids, "pictures": pictures, "adapter": adapter}
+    outcome = harness.run("alone", prompt_ids, params, grammar=grammar, **asked)
     assert outcome.error is None or grammar is not None, outcome.error
     if grammar is None:
         _kept[key] = model, outcome  # the model stays, so that its id is no other's

@@ -18,6 +18,7 @@ from mlxinfer.models.towers import Features
 
 ROW = 6  # numbers of a patch
 FEATURE, BREAK = 7, 8  # token ids
+Parts = list[list[int] | Picture]
 
 
 class RandomTower:
@@ -103,9 +104,6 @@ def placed(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[PlacedPict
         else:
             ids += part
     return ids, tuple(pictures)
-
-
-Parts = list[list[int] | Picture]
 
 
 def until(parts: Parts, length: int) -> Parts:

@@ -76,7 +76,6 @@ def test_steps_beside_others(case: str) -> None:
     while any(len(logits[num_prompt]) <= len(ids) - num_prompt for num_prompt in logits):
         harness.turn()
         for num_prompt, sequence in sequences.items():
-            assert sequence is not None
             if num_prompt < len(sequence.token_ids) <= len(ids):
                 sequence.token_ids[-1] = ids[len(sequence.token_ids) - 1]
     for num_prompt, rows in logits.items():

@@ -34,6 +34,7 @@ IGNORED = (
     "CallbackErrorSubmissionsIgnored)."
 )
 FAULT = FAILED + "Page Fault (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)."
+PARAMS = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 
 
 class Stopped(Launched):
@@ -63,9 +64,6 @@ class FakeGpu:
             return launched
         parts: dict[str, Any] = {f.name: getattr(launched, f.name) for f in fields(launched)}
         return self._kind(**parts)  # type: ignore[no-any-return]
-
-
-PARAMS = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 
 
 @pytest.mark.alike

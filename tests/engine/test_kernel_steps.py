@@ -42,6 +42,7 @@ EIGHT, FOUR, ROTATING = (
 
 CI = pytest.mark.ci
 SLOW = pytest.mark.slow  # what other cases have, too, if not all of it together
+MISSING = sorted({*KINDS} - {"gate_up"})  # the model has experts alone
 
 
 def wide_model(
@@ -174,9 +175,6 @@ def wide() -> tuple[Model, list[Outcome]]:
     with pytest.MonkeyPatch.context() as patch:
         model = wide_model(patch, "qwen3_moe-v4", layers=1, bits=8)
     return model, run(model, EIGHT, choose_none)
-
-
-MISSING = sorted({*KINDS} - {"gate_up"})  # the model has experts alone
 
 
 @pytest.mark.alike

@@ -58,15 +58,8 @@ NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
 ALL_CASES = (
-    *(
-        "qwen3-v4",
-        "mistral-v4",
-        "gemma3_text-v4",
-        "gpt_oss-v4",
-        "qwen3_moe-v4",
-        "deepseek_v3-v4",
-        *HYBRIDS,
-    ),
+    "qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", "deepseek_v3-v4",
+    *HYBRIDS,
     "zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba",  # the last on caches of its own
     "qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4",
     "nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4",
@@ -124,6 +117,14 @@ class Asked:
     rules: Rules | None = None
     pictures: tuple[PlacedPicture, ...] = ()
     others: tuple[tuple[str, Any], ...] = ()  # fields of the request that change no token
+
+    def how(self) -> dict[str, Any]:
+        """What both the plain run and the harness are asked for."""
+        names = ("params", "stop_ids", "pictures")
+        return {
+            "prompt_ids": list(self.prompt_ids),
+            **{name: getattr(self, name) for name in names},
+        }
 
     @property
     def length(self) -> int:
@@ -185,15 +186,9 @@ class Sight:
     def picture(self, seed: int) -> Picture:
         """One of some pictures, the same for each seed."""
         rows, columns = [(1, 1), (2, 3), (4, 4), (5, 8)][seed % 4]
-        return picture(
-            seed % 3,
-            rows,
-            columns,
-            breaks=seed % 5 == 0,
-            num_tiles=1 + seed % 2 * (rows > 1),
-            turns=self.turns,
-            sees_itself=self.spans and rows * columns <= 16,
-        )
+        sees_itself, num_tiles = self.spans and rows * columns <= 16, 1 + seed % 2 * (rows > 1)
+        how = {"breaks": seed % 5 == 0, "num_tiles": num_tiles, "turns": self.turns}
+        return picture(seed % 3, rows, columns, sees_itself=sees_itself, **how)
 
     def model(self, model: Model) -> Model:
         """The model with a tower."""
@@ -338,23 +333,14 @@ def play(
     while turn <= last or not harness.loop.idle:
         for i, asked in enumerate(program):
             if asked.turn == turn:
-                harness.add(
-                    str(i),
-                    list(asked.prompt_ids),
-                    asked.params,
-                    stop_ids=asked.stop_ids,
-                    grammar=grammars.get(str(i)),
-                    adapter=asked.adapter,
-                    pictures=asked.pictures,
-                    **dict(asked.others),
-                )
+                how = {**asked.how(), **dict(asked.others), "grammar": grammars.get(str(i))}
+                harness.add(str(i), **how, adapter=asked.adapter)
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
+        # Not for ever: without a prefix cache nothing would end.
         forced = preempt_every and turn < 90 and turn % preempt_every == preempt_every - 1
-        if (
-            forced and scheduler.queues.running
-        ):  # not for ever: without a prefix cache nothing would end
-            scheduler.queues.preempt(scheduler.queues.running[turn % len(scheduler.queues.running)])
+        if forced and (running := scheduler.queues.running):
+            scheduler.queues.preempt(running[turn % len(running)])
         harness.turn()
         turn += 1
         assert turn < 3000, "the queue did not drain"
@@ -463,21 +449,14 @@ def plain_runs(
     case: str, options: KVOptions, run: list[Asked], sight: Sight | OwnSight | None = None
 ) -> dict[str, Outcome]:
     """Each request by itself, in the same KV format."""
-    merges = options.bits == (None, None)
-    return {
-        str(i): alone(
-            plain_model(case, asked.adapter if merges else None, sight),
-            list(asked.prompt_ids),
-            asked.params,
-            stop_ids=asked.stop_ids,
-            kv=options,
-            grammar=asked.rules.start() if asked.rules else None,
-            pictures=asked.pictures,
-            adapter=None if merges else asked.adapter,
-            adapters={} if merges else folders(case),
-        )
-        for i, asked in enumerate(run)
-    }
+    merges, outcomes = options.bits == (None, None), {}
+    for i, asked in enumerate(run):
+        model = plain_model(case, asked.adapter if merges else None, sight)
+        grammar = asked.rules.start() if asked.rules else None
+        beside: dict[str, Any] = {"adapter": asked.adapter, "adapters": folders(case)}
+        how = {**asked.how(), "grammar": grammar, "kv": options, **({} if merges else beside)}
+        outcomes[str(i)] = alone(model, **how)
+    return outcomes
 
 
 def test_the_seed_that_is_printed_draws_the_programs() -> None:

@@ -134,15 +134,12 @@ def moves(harness: Harness, turns: int = 60) -> int:
     every(
         2,
         [
-            ("qwen3-v4", {}),
-            ("qwen3-v4", {"kv": KVOptions(bits=(8, 8))}),
-            ("gemma3_text-v4", {}),
-            ("deepseek_v3-v4", {}),
-            ("qwen3-v4", {"num_pages": 30, "max_batch": 4}),
+            ("qwen3-v4", {}), ("qwen3-v4", {"kv": KVOptions(bits=(8, 8))}), ("gemma3_text-v4", {}),
+            ("deepseek_v3-v4", {}), ("qwen3-v4", {"num_pages": 30, "max_batch": 4}),
         ],
     ),
     ids=["plain", "8 bits", "windows", "latent", "preempted"],
-)
+)  # fmt: skip
 def test_no_page_array_moves(case: str, changes: dict[str, Any]) -> None:
     """mlx-lm's overlap copies its cache every step; here a step in flight costs copies of tails."""
     harness = Harness(tiny_model(case), **{"num_pages": 4000, **changes})

@@ -284,7 +284,6 @@ def test_received_pages_are_read_before_the_disk_and_are_not_stored(bench: Bench
         bench.lose(number, FULL)
     assert [spill.entry.key for spill in bench.spills()] == [keys[0], keys[2]]
     search = bench.store.find(bench.point(IDS))
-    assert search is not None
     assert numbers(search.loaded()) == [list(range(10)), [0, 8, 9]]
     assert search.tiers == dict.fromkeys(range(8), "disk") | {8: "peer", 9: "peer"}
     assert not any(bench.store.received.has(key) for key in keys)

@@ -34,6 +34,7 @@ from mlxinfer.session.options import EngineOptions
 GREEDY = SamplingParams(max_tokens=12, logprobs=2)
 SLICE_S = 600.0  # longer than any step takes
 Asked = tuple[list[int], tuple[PlacedPicture, ...]]
+TALK = ["hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4"]
 
 
 def logits(model: Model, asked: Asked, **changes: object) -> np.ndarray:
@@ -124,9 +125,6 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
     harness.add("text", ids, GREEDY)  # nor with the same ids as text
     assert harness.drain()["text"].cached_tokens == 0
     assert len(ids) > PAGE
-
-
-TALK = ["hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4"]
 
 
 @pytest.mark.alike
@@ -545,7 +543,6 @@ def test_key_ids_are_of_the_picture_and_no_token_ids() -> None:
         in_prompt = PromptPictures.of(
             Request("it", ids, GREEDY, pictures=pictures), sees_spans=True
         )
-        assert in_prompt is not None
         keys.append(in_prompt.key_ids)
         assert len(in_prompt.key_ids) == len(ids)
         for token_id, key in zip(ids, in_prompt.key_ids, strict=True):

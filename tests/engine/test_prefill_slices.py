@@ -108,7 +108,6 @@ class Bench:
 
     def step(self) -> None:
         batch = self.scheduler.next_batch()
-        assert batch is not None
         took_s = self.seconds(batch)
         self.now_s += took_s
         self.sizes.append(sum(s.num_tokens for s in batch.ragged))
@@ -350,7 +349,6 @@ def test_a_limit_after_a_stopped_step_rises_again() -> None:
     bench.run("first", 4000)
     bench.add("long", 40_000)
     batch = bench.scheduler.next_batch()
-    assert batch is not None
     bench.scheduler.prefill.halve(batch)
     bench.scheduler.prefill.observe(batch, bench.seconds(batch))
     bench.scheduler.commit(batch, [7] * len(batch.sampling))

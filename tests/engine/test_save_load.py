@@ -30,7 +30,6 @@ def answer(harness: Harness, ids: list[int]) -> tuple[list[int], int]:
     before = counters.prompt_tokens_computed
     harness.add(name, ids, SamplingParams(max_tokens=6))
     sequence = harness.loop.scheduler.queues.find(name)
-    assert sequence is not None
     request: Request = sequence.request
     request.owner, request.id_slot = PLACE
     harness.drain()
@@ -45,7 +44,6 @@ def save(harness: Harness, sessions: SavedSessions) -> SavedSession:
     saved = SavedSession(
         name="work", owner="anna", model="m", created_s=1, num_bytes=1, prompt=saving.prompt
     )
-    assert harness.loop.store is not None
     assert harness.loop.store.disk is not None
     keys = [key for _, key in saved.prompt.keys(saved.prompt.root)]
     sessions.save(saved, harness.loop.store.disk, keys)
@@ -69,7 +67,6 @@ def test_a_loaded_session_goes_on_as_cold(case: str, bits: int | None, tmp_path:
     later = on_disk(tmp_path, case, kv=kv)
     session = sessions.find("work", "anna")
     assert session == saved
-    assert later.loop.store is not None
     assert later.loop.store.disk is not None
     sessions.restore(session, later.loop.store.disk)
     load(later.loop, PLACE, session.prompt, None)
@@ -89,7 +86,6 @@ def test_pages_that_came_from_peers_and_wait_are_saved_too(case: str, tmp_path: 
     save(first, SavedSessions(there))
     harness = on_disk(here, case)
     answer(harness, ids)
-    assert harness.loop.store is not None
     harness.loop.store.received.max_bytes = 1 << 26
     for path in there.glob("[!s]*/*.kv"):
         entry = decode(path.read_bytes())
@@ -103,7 +99,6 @@ def test_a_step_that_fails_meanwhile_ends_the_save(tmp_path: Path) -> None:
     harness = on_disk(tmp_path, "qwen3-v4")
     answer(harness, prompt(100))
     pieces = Saving(PLACE, None).pieces(harness.loop)
-    assert harness.loop.store is not None
     harness.loop.store.chunks = lambda spills: iter([[spill] for spill in spills])  # type: ignore[method-assign]
     next(pieces)
     harness.loop.scheduler.kv_manager.forget()

@@ -214,5 +214,4 @@ def test_min_tokens_delays_the_end_token() -> None:
 
 def commit_sevens(scheduler: Scheduler) -> CommitResult:
     batch = scheduler.next_batch()
-    assert batch is not None
     return scheduler.commit(batch, [7] * len(batch.sampling))

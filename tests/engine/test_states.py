@@ -153,7 +153,6 @@ def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path)
     disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "hybrid")
     harness = Harness(model, disk=disk)
     group = harness.loop.cache.state_group
-    assert group is not None
     group.max_snapshots = 2
     prompts = [prompt(60, seed=seed) for seed in range(4)]
     cold = [answer(harness, ids) for ids in prompts]
@@ -177,7 +176,6 @@ def test_memory_of_states_is_bounded(model: Model) -> None:
     for seed in range(6):
         answer(harness, prompt(40, seed=seed))
     group = harness.loop.cache.state_group
-    assert group is not None
     stats = harness.loop.stats()
     assert 0 < stats["snapshots"] == group.num_held <= stats["max_snapshots"]
     assert stats["state_bytes"] == group.num_bytes

@@ -66,7 +66,6 @@ def checkpoint(case: str, *, stacks: bool) -> Path:
 def streamed(folder: Path, num_slots: int, dtype: str = "auto") -> Model:
     """A model with so many of each layer's experts in memory."""
     whole = load(folder, dtype=dtype, experts=ExpertOptions(1 << 40)).expert_store
-    assert whole is not None
     count = whole.layers[0].num_slots
     num_bytes = -(-whole.num_bytes * min(num_slots, count) // count)
     return load(folder, dtype=dtype, experts=ExpertOptions(num_bytes, slow=True))
@@ -176,7 +175,6 @@ def test_a_file_that_became_shorter_ends_requests_and_no_others() -> None:
         expected = alone(model_of(case), ids, params).token_ids
         file.write_bytes(content[: len(content) // 3])
         error = harness.run("cut", ids, params).error
-        assert error is not None
         assert "became shorter" in str(error.__cause__ or error)
         assert isinstance(error.__cause__ or error, CheckpointError)
         with file.open("r+b") as again:
@@ -207,7 +205,6 @@ def test_a_read_that_cannot_begin_leaves_no_wrong_slot(monkeypatch: pytest.Monke
 def test_a_guess_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made for none; the disk may answer by the time that a router asks."""
     store = streamed(checkpoint("mixtral-v4", stacks=True), 3).expert_store
-    assert store is not None
     layer, chosen = store.layers[0], np.array([[0, 1]], np.int32)
     done = threading.Event()
 
@@ -271,7 +268,6 @@ def descriptors(file: Path) -> int:
 def test_all_mixtures_are_streamed() -> None:
     model = streamed(checkpoint("deepseek_v3-v4", stacks=True), 3)
     store = model.expert_store
-    assert store is not None
     assert len(store.layers) == len(list(reachable(model.layers, MoE))) > 1
     assert model.num_bytes < model_of("deepseek_v3-v4").num_bytes
 

@@ -1,6 +1,8 @@
 """Steps that verify proposals give the tokens of the plain run, whatever is proposed."""
 
+import json
 import os
+import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,29 +12,26 @@ from engine.fake_grammar import FakeGrammar
 from engine.harness import Harness, Outcome, alone, prompt, tiny_model
 from engine.oracle import Oracle
 from engine.test_faults import break_launch
+from grammar.grammar_tools import compiler_of, tokenizer_of
+from grammar.schemas import draw_schema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxinfer import hub
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.proposals import Proposal, Proposer
 from mlxinfer.errors import GrammarFailedError
+from mlxinfer.grammar.spec import response_format
+from mlxinfer.models import load
 
 CASE = "qwen3-v4"
 DRAWN = SamplingParams(
-    max_tokens=40,
-    temperature=0.9,
-    seed=11,
-    repetition_penalty=1.2,
-    presence_penalty=0.3,
-    frequency_penalty=0.4,
-    xtc_probability=0.5,
-    xtc_threshold=0.02,
-    dry_multiplier=0.8,
-    dry_allowed_length=1,
-    typical_p=0.95,
-    logprobs=2,
-)
+    max_tokens=40, temperature=0.9, seed=11, repetition_penalty=1.2, presence_penalty=0.3,
+    frequency_penalty=0.4, xtc_probability=0.5, xtc_threshold=0.02, dry_multiplier=0.8,
+    dry_allowed_length=1, typical_p=0.95, logprobs=2,
+)  # fmt: skip
+PARAMS = SamplingParams(max_tokens=120)
 
 
 @dataclass
@@ -152,3 +151,41 @@ def test_failed_verification_fails_its_own(at: int, reading: bool, late: int, se
         assert outcome.token_ids == plains[name][: len(outcome.token_ids)]
         assert failed or outcome.token_ids == plains[name]
         assert not failed or name in lost
+
+
+@pytest.fixture(scope="module")
+def model():  # type: ignore[no-untyped-def]
+    return load(hub.resolve("demo-draft"))
+
+
+def run(model, schema_seed: int, proposer: Proposer | None) -> tuple[Outcome, Harness]:  # type: ignore[no-untyped-def]
+    schema = draw_schema(random.Random(schema_seed))
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    spec = response_format(form)
+    assert spec is not None
+    tokenizer = tokenizer_of("demo")
+    harness = Harness(model, proposer=proposer)
+    harness.add(
+        "a",
+        tokenizer.encode("Give me JSON: "),
+        PARAMS,
+        stop_ids=frozenset(tokenizer.eos_token_ids),
+        grammar=compiler_of("demo").start(spec),
+    )
+    return harness.drain()["a"], harness
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))]
+)
+def test_verified_proposals_give_the_constrained_answer_of_the_plain_run(model, seed: int) -> None:  # type: ignore[no-untyped-def]
+    plain, _ = run(model, seed, None)
+    vocab = tokenizer_of("demo").vocab_size
+    outcome, harness = run(model, seed, Oracle({"a": plain.token_ids}, seed, vocab=vocab))
+    assert outcome.token_ids == plain.token_ids
+    assert outcome.reason is plain.reason
+    assert type(outcome.error) is type(plain.error)
+    if plain.error is None and len(plain.token_ids) < 120:
+        json.loads(tokenizer_of("demo").decode(outcome.token_ids, skip_special_tokens=True))
+    if seed == 2:
+        assert harness.loop.scheduler.counters.tokens_accepted > 0

@@ -100,23 +100,21 @@ def test_a_vocabulary_without_ends_is_refused() -> None:
         compiler.start(json_object())
 
 
-NOT_KEPT: tuple[tuple[dict[str, object], str], ...] = (
-    ({"type": "strng"}, "Invalid type"),
-    ({"properties": {"a/b": {"items": {"contains": {}}}}}, "Unimpl"),
-    ({"$defs": {"A": {"uniqueItems": True}}, "$ref": "#/$defs/A"}, "Unimpl"),
-    ({"anyOf": [{"type": "null"}, {"pattern": "(?=a)"}]}, "regex(?s:.*)look-around"),
-    ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
-    ({"$ref": "#"}, "no text satisfies"),
-    ({"$ref": "#/$defs/missing"}, "missing"),
-    ({"type": "integer", "multipleOf": 987654321}, "fuel"),
-    ({"type": "string", "pattern": "("}, "unclosed group"),
-    ({"type": "object", "properties": []}, "properties"),
-    ({"type": "object", "required": "a"}, "required"),
-)
-
-
 def test_a_schema_that_cannot_be_kept_is_refused_with_its_place() -> None:
-    for schema, words in NOT_KEPT:
+    not_kept: tuple[tuple[dict[str, object], str], ...] = (
+        ({"type": "strng"}, "Invalid type"),
+        ({"properties": {"a/b": {"items": {"contains": {}}}}}, "Unimpl"),
+        ({"$defs": {"A": {"uniqueItems": True}}, "$ref": "#/$defs/A"}, "Unimpl"),
+        ({"anyOf": [{"type": "null"}, {"pattern": "(?=a)"}]}, "regex(?s:.*)look-around"),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
+        ({"$ref": "#"}, "no text satisfies"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"type": "integer", "multipleOf": 987654321}, "fuel"),
+        ({"type": "string", "pattern": "("}, "unclosed group"),
+        ({"type": "object", "properties": []}, "properties"),
+        ({"type": "object", "required": "a"}, "required"),
+    )
+    for schema, words in not_kept:
         with pytest.raises(InvalidRequestError, match=words) as caught:
             compiler_of().start(json_schema(schema, place="here", strict=True))
         assert caught.value.param == "here"
@@ -206,21 +204,18 @@ def test_a_wait_for_the_checker_ends_with_its_caller(monkeypatch: pytest.MonkeyP
 def test_a_process_that_died_is_replaced() -> None:
     checker = CheckProcess()
     checker.check(json_object())
-    assert checker._process is not None
     checker._process.kill()
     checker._process.wait()
     checker.check(json_object())
     assert checker.num_started == 2
     process = checker._process
     del checker
-    assert process is not None
     assert process.poll() is not None, "it goes with its owner"
 
 
 def test_the_checking_process_ignores_ctrl_c() -> None:
     checker = CheckProcess()
     checker.check(json_object())
-    assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGINT)
     checker.check(regex("a"))
     assert checker.num_started == 1
@@ -232,7 +227,6 @@ def test_the_checking_process_ignores_ctrl_c() -> None:
 def test_a_process_ended_from_outside_is_started_again(number: int) -> None:
     checker = CheckProcess()
     checker.check(json_object())
-    assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGSTOP)  # so that it ends with the job in its hands
     ending = threading.Timer(0.2, lambda pid: end(pid, number), [checker._process.pid])
     ending.start()

@@ -72,25 +72,23 @@ def nested(depth: int) -> dict[str, object]:
     return schema
 
 
-NOT_TRIED: list[tuple[dict[str, Any], str]] = [
-    (nested(900), f"more than {MAX_DEPTH} levels"),
-    (nested(50_000), f"more than {MAX_DEPTH} levels"),
-    ({"enum": ["x" * (MAX_STRING + 1)]}, "at /enum/0: a string"),
-    ({"const": {"description": "x" * 5000}}, "at /const/description"),
-    ({"properties": {"y" * 5000: {}}}, "at /properties: a name of 5000"),
-    ({"properties": {"a/b~c": {"$ref": "http://x/y"}}}, "at /properties/a~1b~0c.*document"),
-    ({"properties": {"p": {"$ref": "other.json"}}}, "at /properties/p.*document"),
-    ({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}, "1001 properties"),
-    ({"properties": {"p": {"x-guidance": {"lenient": True}}}}, "x-guidance"),
-    ({"const": float("nan")}, "not JSON"),
-    ({"const": "\udfff"}, "not JSON"),
-    ({"const": {1, 2}}, "not JSON"),
-    ({"enum": [f"value {i}" for i in range(100_000)]}, "bytes; at most"),
-]
-
-
 def test_a_schema_that_is_not_worth_trying() -> None:
-    for schema, words in NOT_TRIED:
+    not_tried: list[tuple[dict[str, Any], str]] = [
+        (nested(900), f"more than {MAX_DEPTH} levels"),
+        (nested(50_000), f"more than {MAX_DEPTH} levels"),
+        ({"enum": ["x" * (MAX_STRING + 1)]}, "at /enum/0: a string"),
+        ({"const": {"description": "x" * 5000}}, "at /const/description"),
+        ({"properties": {"y" * 5000: {}}}, "at /properties: a name of 5000"),
+        ({"properties": {"a/b~c": {"$ref": "http://x/y"}}}, "at /properties/a~1b~0c.*document"),
+        ({"properties": {"p": {"$ref": "other.json"}}}, "at /properties/p.*document"),
+        ({"properties": {f"p{i}": {} for i in range(MAX_PROPERTIES + 1)}}, "1001 properties"),
+        ({"properties": {"p": {"x-guidance": {"lenient": True}}}}, "x-guidance"),
+        ({"const": float("nan")}, "not JSON"),
+        ({"const": "\udfff"}, "not JSON"),
+        ({"const": {1, 2}}, "not JSON"),
+        ({"enum": [f"value {i}" for i in range(100_000)]}, "bytes; at most"),
+    ]
+    for schema, words in not_tried:
         with pytest.raises(InvalidRequestError, match=words) as caught:
             json_schema(schema, place="here")
         assert caught.value.param == "here"
@@ -104,16 +102,14 @@ def test_notes_may_be_long_and_properties_may_have_their_names() -> None:
         json_schema({"properties": {"description": {"const": "x" * 5000}}})
 
 
-NO_SCHEMAS: list[dict[str, object]] = [
-    {"const": {"$ref": "x", "x-guidance": 1}},
-    {"enum": [{"$ref": "x"}]},
-    {"type": "object", "default": {"$ref": "x", "deep": ["y" * 9000]}},
-    {"properties": {"x-guidance": {"type": "string"}, "$ref": {"type": "string"}}},
-]
-
-
 def test_values_and_names_are_no_schemas() -> None:
-    for schema in NO_SCHEMAS:
+    no_schemas: list[dict[str, object]] = [
+        {"const": {"$ref": "x", "x-guidance": 1}},
+        {"enum": [{"$ref": "x"}]},
+        {"type": "object", "default": {"$ref": "x", "deep": ["y" * 9000]}},
+        {"properties": {"x-guidance": {"type": "string"}, "$ref": {"type": "string"}}},
+    ]
+    for schema in no_schemas:
         json_schema(schema)
 
 

@@ -46,8 +46,6 @@ def test_tokens_are_their_bytes(kind: str) -> None:
 
 # -- texts that have to come ----------------------------------------------------------------------
 
-HOSTILE = "a<|im_end|>b<|im_start|></think> é\u0301 漢😀"
-
 
 def only_answer(kind: str, spec: GrammarSpec) -> tuple[str, list[int]]:
     """The text of a grammar that allows one only, and its tokens."""
@@ -61,12 +59,11 @@ def only_answer(kind: str, spec: GrammarSpec) -> tuple[str, list[int]]:
     return b"".join(map(tokenizer.token_bytes, ids)).decode(), ids
 
 
-FORCED = ["yes", " two  words", "<|im_end|>", "<|im_start|>", HOSTILE]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_text_is_complete_and_without_control_tokens(kind: str) -> None:
-    for text in FORCED:
+    hostile = "a<|im_end|>b<|im_start|></think> é\u0301 漢😀"
+    forced = ["yes", " two  words", "<|im_end|>", "<|im_start|>", hostile]
+    for text in forced:
         named = {"type": "object", "properties": {text: {"const": [text]}}, "required": [text]}
         closed = {**named, "additionalProperties": False}
         tool = f"start: %json {json.dumps({OPTIONS_KEY: JSON_STYLE, **closed})}"

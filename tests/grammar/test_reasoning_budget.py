@@ -53,12 +53,10 @@ def split(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> Delta:
     return Delta(parts=[*stream.push(ids), *stream.finish()])
 
 
-LIMITS = [1, 2, 7, 40]
-
-
 @pytest.mark.parametrize("opened", [True, False])
 def test_reasoning_ends_at_its_bound_and_the_answer_goes_on(opened: bool) -> None:
-    for limit in LIMITS:
+    limits = [1, 2, 7, 40]
+    for limit in limits:
         tokenizer = tokenizer_of("demo")
         rng = random.Random(limit)
         rule = BudgetRule.of(tokenizer, TAGS)

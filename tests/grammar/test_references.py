@@ -16,6 +16,7 @@ TABLES: Any = table(__file__, "references.yml")
 
 STRING: Any = {"type": "string"}
 ALIKE: dict[str, tuple[Any, Any, Any]] = TABLES["alike"]
+LATER: dict[str, tuple[Any, Any, Any]] = TABLES["later"]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -28,9 +29,6 @@ def test_a_reference_is_followed(name: str, strict: bool) -> None:
     assert grammar.unenforced == ()
     assert matches(grammar, json.dumps(good))
     assert not matches(grammar, json.dumps(bad))
-
-
-LATER: dict[str, tuple[Any, Any, Any]] = TABLES["later"]
 
 
 @pytest.mark.parametrize("name", LATER)

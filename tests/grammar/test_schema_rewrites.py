@@ -25,11 +25,8 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "object", "properties": AB, "if": IF_X, "then": {"required": ["a"]}},
     {"type": "object", "properties": AB, "if": IF_X, "then": False, "else": {"required": ["a"]}},
     {
-        "type": "object",
-        "properties": AB,
-        "if": {**IF_X, "required": ["b"]},
-        "then": {"required": ["a"]},
-        "else": {"required": ["c"]},
+        "type": "object", "properties": AB, "if": {**IF_X, "required": ["b"]},
+        "then": {"required": ["a"]}, "else": {"required": ["c"]},
     },
     {
         "type": "object",
@@ -56,7 +53,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"type": "array", "uniqueItems": True, "maxItems": 1},
     {"unevaluatedItems": True, "items": {"type": "integer"}},
     {"properties": {"a": {"properties": AB, "dependentRequired": {"a": ["b"]}}}},
-]
+]  # fmt: skip
 LEAVES = st.sampled_from([None, True, False, 1, 1.0, 2, "x", "y", "z"])
 VALUES = st.recursive(
     LEAVES,
@@ -66,6 +63,7 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
+OVERLAPPING: Any = {"oneOf": [{"properties": {"a": {"type": "string"}}}, {"required": ["b"]}]}
 
 
 @pytest.mark.alike
@@ -109,9 +107,6 @@ def test_unknown_formats_are_annotations(kind: str) -> None:
 def test_what_has_no_equivalent_is_left_to_be_refused(schema: dict[str, Any]) -> None:
     assert mapped(schema, rewrite) == schema
     assert LLMatcher.validate_grammar(json_schema(schema, strict=True).source)
-
-
-OVERLAPPING: Any = {"oneOf": [{"properties": {"a": {"type": "string"}}}, {"required": ["b"]}]}
 
 
 def test_one_of_is_any_of_unless_strict() -> None:

@@ -21,14 +21,10 @@ def safetensors(payload: bytes) -> bytes:
 WEIGHTS = safetensors(bytes(range(256)) * 1024)  # 256 KiB
 MODEL = {
     "config.json": b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}',
-    "tokenizer.json": b'{"version": "1.0"}',
-    "chat_template.jinja": b"{{ messages }}",
-    "model.safetensors": WEIGHTS,
-    "README.md": b"# read me",
-    "pytorch_model.bin": b"a pickle",
-    "modeling.py": b"print('code')",
-    "original/model.safetensors": WEIGHTS,
-}
+    "tokenizer.json": b'{"version": "1.0"}', "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": WEIGHTS, "README.md": b"# read me", "pytorch_model.bin": b"a pickle",
+    "modeling.py": b"print('code')", "original/model.safetensors": WEIGHTS,
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -65,16 +65,12 @@ def test_the_name_of_a_file_deletes_no_repository(served: StandIn) -> None:
 @pytest.mark.parametrize(
     ("wanted", "files"),
     [
-        (":Q4_K_M", {"m-Q4_K_M.gguf"}),
-        (":q4_k_m", {"m-Q4_K_M.gguf"}),
-        ("@main:Q4_K_S", {"m-Q4_K_S.gguf"}),
-        (":Q4_K_XL", {"m-UD-Q4_K_XL.gguf"}),
-        (":Q8_0", Q8_0),
-        (":BF16", {"BF16/m-BF16.gguf"}),
-        ("/BF16/m-BF16.gguf", {"BF16/m-BF16.gguf"}),
+        (":Q4_K_M", {"m-Q4_K_M.gguf"}), (":q4_k_m", {"m-Q4_K_M.gguf"}),
+        ("@main:Q4_K_S", {"m-Q4_K_S.gguf"}), (":Q4_K_XL", {"m-UD-Q4_K_XL.gguf"}), (":Q8_0", Q8_0),
+        (":BF16", {"BF16/m-BF16.gguf"}), ("/BF16/m-BF16.gguf", {"BF16/m-BF16.gguf"}),
         ("/m-Q8_0-00002-of-00002.gguf", Q8_0),
     ],
-)
+)  # fmt: skip
 def test_the_named_file_is_downloaded_once(served: StandIn, wanted: str, files: set[str]) -> None:
     name, path_of_first = f"org/m-GGUF{wanted}", min(files)
     files = {*files, TOWER}

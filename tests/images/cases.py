@@ -22,12 +22,9 @@ EXTREMES = (
     *((724, 724), (725, 725), (1540, 1540), (1541, 1540), (896, 896), (2000, 400), (48, 48)),
 )
 TOKENS = {
-    "<|image_start|>": 498,
-    "<|image_end|>": 499,
-    "<|img_thumbnail|>": 497,
-    "[IMG_BREAK]": 12,
+    "<|image_start|>": 498, "<|image_end|>": 499, "<|img_thumbnail|>": 497, "[IMG_BREAK]": 12,
     "[IMG_END]": 13,
-}
+}  # fmt: skip
 ALL = 10**6  # of tokens: no limit but the checkpoint's own
 
 

@@ -35,12 +35,9 @@ class NativeBuffer(ctypes.Structure):
 
 class NativeFault(ctypes.Structure):
     _fields_ = [
-        ("kind", ctypes.c_char * 24),
-        ("message", ctypes.c_char * 360),
-        ("file", ctypes.c_char * 96),
-        ("line", ctypes.c_uint32),
-        ("times", ctypes.c_uint32),
-    ]
+        ("kind", ctypes.c_char * 24), ("message", ctypes.c_char * 360),
+        ("file", ctypes.c_char * 96), ("line", ctypes.c_uint32), ("times", ctypes.c_uint32),
+    ]  # fmt: skip
 
     def as_fault(self) -> Fault:
         kind, message, file = (text.decode() for text in (self.kind, self.message, self.file))
@@ -57,23 +54,13 @@ class NativeBankUse(ctypes.Structure):
 
 class NativeDispatch(ctypes.Structure):
     _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("threadgroup", ctypes.c_uint32 * 3),
-        ("seed", ctypes.c_uint64),
-        ("buffers", ctypes.POINTER(NativeBuffer)),
-        ("stacks", ctypes.c_void_p),
-        ("arena", ctypes.c_void_p),
-        ("num_buffers", ctypes.c_uint32),
-        ("checked", ctypes.c_uint32),
-        ("num_faults", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
-        ("faults", NativeFault * MAX_FAULTS),
-        ("threadgroup_bytes", ctypes.c_uint64),
-        ("num_threadgroups", ctypes.c_uint64),
-        ("num_threads", ctypes.c_uint64),
-        ("num_simd_ops", ctypes.c_uint64),
-        ("num_simdgroup_barriers", ctypes.c_uint64),
-        ("num_threadgroup_barriers", ctypes.c_uint64),
-        ("threadgroup_memory", NativeTraffic),
+        ("grid", ctypes.c_uint32 * 3), ("threadgroup", ctypes.c_uint32 * 3),
+        ("seed", ctypes.c_uint64), ("buffers", ctypes.POINTER(NativeBuffer)),
+        ("stacks", ctypes.c_void_p), ("arena", ctypes.c_void_p), ("num_buffers", ctypes.c_uint32),
+        ("checked", ctypes.c_uint32), ("num_faults", ctypes.c_uint32), ("unused", ctypes.c_uint32),
+        ("faults", NativeFault * MAX_FAULTS), ("threadgroup_bytes", ctypes.c_uint64),
+        ("num_threadgroups", ctypes.c_uint64), ("num_threads", ctypes.c_uint64),
+        ("num_simd_ops", ctypes.c_uint64), ("num_simdgroup_barriers", ctypes.c_uint64),
+        ("num_threadgroup_barriers", ctypes.c_uint64), ("threadgroup_memory", NativeTraffic),
         ("bank", NativeBankUse),
-    ]
+    ]  # fmt: skip

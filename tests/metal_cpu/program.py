@@ -24,6 +24,7 @@ _FILE = re.compile(r'\s*\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
 _LINE = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
 _CALL = re.compile(r"\s*(?:callq?|bl)\s+_?(?:__asan_|_*msl_atomic)")
 SHIM_FILES = {"simd.h", "matrix.h", "atomics.h", "math.h", "types.h", "traits.h", "machine.h"}
+INCLUDES = ("-I", build.SHIM, "-I", build.SHIM.parent, "-I", MLX_HEADERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +63,16 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
     return Program(ctypes.CDLL(str(path)), declared)
 
 
-INCLUDES = ("-I", build.SHIM, "-I", build.SHIM.parent, "-I", MLX_HEADERS)
-
-
 def cpp(kernel: Kernel, text: str, actual: tuple[Parameter, ...]) -> str:
     """The translation unit of a kernel: library, text, entry."""
     function = kernel.function + (f"<{kernel.instance}>" if kernel.instance else "")
     bindings = ", ".join(f"{{{BUILTINS.index(p.builtin)}, {p.index}}}" for p in actual)
     return "\n".join(
         (
-            '#include "metal.h"',
-            transformed(text, dict(kernel.constants)),
-            '#include "entry.h"',
-            f"#define MSL_BINDINGS {{{bindings}}}",
-            f"MSL_ENTRY(MSL_BINDINGS, {function})\n",
+            '#include "metal.h"', transformed(text, dict(kernel.constants)), '#include "entry.h"',
+            f"#define MSL_BINDINGS {{{bindings}}}", f"MSL_ENTRY(MSL_BINDINGS, {function})\n",
         )
-    )
+    )  # fmt: skip
 
 
 @cache

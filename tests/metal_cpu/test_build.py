@@ -17,6 +17,7 @@ from metal_cpu.source import Kernel, Part, flattened
 from metal_cpu.tokens import tokens
 
 pytestmark = requires_compiler
+TARGETS = ["aarch64-macos", "x86_64-macos", "aarch64-linux-gnu", "x86_64-linux-gnu"]
 
 
 @pytest.fixture
@@ -83,9 +84,6 @@ def test_conversions_that_a_processor_may_lack(tmp_path: Path) -> None:
     bits = x.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     assert (got_bf[number] == rounded[number]).all()
-
-
-TARGETS = ["aarch64-macos", "x86_64-macos", "aarch64-linux-gnu", "x86_64-linux-gnu"]
 
 
 @pytest.mark.slow

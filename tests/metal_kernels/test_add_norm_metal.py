@@ -24,6 +24,7 @@ from mlxinfer.models.decoder import ResidualLayer, link_norms
 # Of max(1, |expected|); in 16 bits the twin rounds four times, the kernel three times.
 ROUNDING = {mx.float32: 2e-5, mx.float16: 2**-8, mx.bfloat16: 2**-5}
 NORMS = ((None, 1e-6), (1e-5, 1e-6), (1e-5, None))  # of what is added, of the sum
+LAYOUTS = {"pre": (1, 0, 1, 0), "post": (0, 1, 0, 1), "sandwich": (1, 1, 1, 1)}
 
 
 def inputs(form: AddNorm, *rows: int, seed: int = 0) -> list[mx.array]:
@@ -117,9 +118,6 @@ def use_kernel(join: Join) -> AddNorm | None:
     for use in join.kernels(ModelForm(mx.float32, quantized=True)):
         use.install(lambda _: True)
     return join.form
-
-
-LAYOUTS = {"pre": (1, 0, 1, 0), "post": (0, 1, 0, 1), "sandwich": (1, 1, 1, 1)}
 
 
 @requires_compiler

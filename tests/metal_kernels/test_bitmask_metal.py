@@ -13,13 +13,10 @@ from mlxinfer.sampling.sampler import apply_bitmask
 @pytest.mark.parametrize(
     ("num_rows", "vocab_size", "dtype"),
     [
-        (1, 1, mx.float32),
-        (3, 31, mx.float32),
-        (2, 32, mx.float16),
-        (9, 33, mx.bfloat16),
+        (1, 1, mx.float32), (3, 31, mx.float32), (2, 32, mx.float16), (9, 33, mx.bfloat16),
         (2, 515, mx.bfloat16),
     ],
-)
+)  # fmt: skip
 def test_kernel_twin_and_sampler_agree(num_rows: int, vocab_size: int, dtype: mx.Dtype) -> None:
     rng = np.random.default_rng(vocab_size)
     logits = mx.array(rng.normal(size=(num_rows, vocab_size)).astype(np.float32)).astype(dtype)

@@ -24,6 +24,7 @@ ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of numbe
 H, K = 3, 2
 
 Bits = int | None
+JOINT = [(512, 128, None), (512, 128, 8), (512, 128, 4), (256, 64, 4), (64, 16, None)]
 
 
 def heads_of(
@@ -218,9 +219,6 @@ def test_kernel_and_twin_agree(
     qkv, positions = tokens_of(heads, count, dtype)
     written = on_machine(qkv, positions, heads)
     check(written, twin_of(qkv, positions, heads), heads, dtype)
-
-
-JOINT = [(512, 128, None), (512, 128, 8), (512, 128, 4), (256, 64, 4), (64, 16, None)]
 
 
 @pytest.mark.parametrize(("dim", "joint", "bits"), JOINT)

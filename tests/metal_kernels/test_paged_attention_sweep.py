@@ -23,6 +23,7 @@ ROWS = ((1, 1), (4, 1), (8, 1), (16, 1), (1, 8), (4, 4), (3, 2), (16, 4), (5, 7)
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 127, 128, 129, 200)
 REACHES = ((None, 0), (1, 0), (16, 0), (33, 4), (40, 17), (100, 1))
+ALL = [*product(DTYPES, FORMATS, DIMS), *LARGE]
 
 
 def draw(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Scene:
@@ -55,9 +56,6 @@ def draw_chunks(rng: np.random.Generator, index: int, dim: int, **fixed: object)
     shape = shape_of(rng, group, dim)
     blocks = 1 if index % 3 == 2 else None
     return Scene(lengths, queries, **shape, item_blocks=blocks, prefill=True, seed=index, **fixed)
-
-
-ALL = [*product(DTYPES, FORMATS, DIMS), *LARGE]
 
 
 @requires_compiler

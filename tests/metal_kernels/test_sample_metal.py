@@ -191,19 +191,13 @@ def extreme_rows() -> tuple[np.ndarray, np.ndarray, list[set[int]]]:
     outlier[7] = -1e9
     tiny[:] = np.arange(70) * 1e-42 - 3e-41  # denormal differences
     given = [
-        (low, one(), {0}),
-        (low, one(temperature=0), {0}),
-        (many, one(temperature=0), {0}),
-        (many, one(top_k=1), set(range(70))),
-        (single, one(top_k=7, top_p=0.1, min_p=1), {69}),
-        (bad, one(top_p=0.5), {9}),
-        (huge, one(top_p=0.9), {4}),
-        (outlier, one(top_k=3), {67, 68, 69}),
-        (outlier, one(temperature=1e-30, top_p=0.9), {69}),
+        (low, one(), {0}), (low, one(temperature=0), {0}), (many, one(temperature=0), {0}),
+        (many, one(top_k=1), set(range(70))), (single, one(top_k=7, top_p=0.1, min_p=1), {69}),
+        (bad, one(top_p=0.5), {9}), (huge, one(top_p=0.9), {4}),
+        (outlier, one(top_k=3), {67, 68, 69}), (outlier, one(temperature=1e-30, top_p=0.9), {69}),
         (outlier, one(temperature=1e30, top_k=69), set(range(70)) - {7}),
-        (tiny, one(top_p=0.99), set(range(70))),
-        (many, one(top_p=1e-30), set(range(70))),
-    ]
+        (tiny, one(top_p=0.99), set(range(70))), (many, one(top_p=1e-30), set(range(70))),
+    ]  # fmt: skip
     logits, rows, expected = zip(*given, strict=True)
     return np.stack(logits), np.concatenate(rows), list(expected)
 

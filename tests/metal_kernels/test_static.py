@@ -98,14 +98,12 @@ def attention(dtype: str, bits: str, dim: int, rows: tuple[int, int], prefill: b
     )
 
 
-FEW_ROWS = {False: ROWS[1::5], True: [(group, sum(counts)) for group, counts in CHUNKS[1::4]]}
-
-
 @pytest.mark.alike
 @pytest.mark.parametrize("prefill", [False, True], ids=["tokens", "prompts"])
 @pytest.mark.parametrize(("dtype", "bits", "dim"), every(29, ALL))
 def test_attention_compiles_cleanly(dtype: str, bits: str, dim: int, prefill: bool) -> None:
-    for rows in FEW_ROWS[prefill]:
+    few_rows = {False: ROWS[1::5], True: [(group, sum(counts)) for group, counts in CHUNKS[1::4]]}
+    for rows in few_rows[prefill]:
         read(partial(attention, dtype, bits, dim, rows, prefill))
 
 

@@ -119,12 +119,9 @@ def test_both_spellings_of_a_config_mean_the_same():
     main = {"rope_type": "default", "rope_theta": OLD["rope_theta"], "partial_rotary_factor": 1 / 3}
     yarn = {k: v for k, v in OLD["rope_scaling"].items() if k != "type"}
     compress = {
-        **main,
-        **yarn,
-        "rope_type": "yarn",
-        "rope_theta": OLD["compress_rope_theta"],
+        **main, **yarn, "rope_type": "yarn", "rope_theta": OLD["compress_rope_theta"],
         "attention_factor": 1.0,
-    }
+    }  # fmt: skip
     new = without(
         OLD, "compress_ratios", "compress_rate_hca", "num_hash_layers", "rope_scaling", "rope_theta"
     )

@@ -16,6 +16,7 @@ from mlxinfer.models.decoder import Model
 
 CASES = ("qwen3_next-v4", "qwen3_5_text-v5", "qwen3_5_moe_text-v4")
 Tensors = dict[str, mx.array]
+GRANITE, QWEN = "granitemoehybrid-v4", "qwen3_5_text-v4"
 
 
 def tensors_of(case: str) -> Tensors:
@@ -171,9 +172,6 @@ def test_mixed_formats_equal_their_dequantised_matrices(case: str, tmp_path: Pat
     expected = logits(loaded(tmp_path / "plain", config, plain))
     model = loaded(tmp_path / "packed", config | {"quantization": stated}, packed_all)
     np.testing.assert_allclose(logits(model), expected, atol=1e-3)
-
-
-GRANITE, QWEN = "granitemoehybrid-v4", "qwen3_5_text-v4"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from tests.tables import table
 TABLES: Any = table(__file__, "config.yml")
 
 UNUSED = {"minimax_m3_vl_text-v4": {"activation": "swigluoai"}}  # one formula, whatever the name
+LINEAR = {"type": "linear", "factor": 4.0, "mrope_section": [4, 4, 4]}
+YARN = {"type": "yarn", "factor": 4.0}
 
 
 def llama(**changes):
@@ -51,9 +53,6 @@ def test_both_spellings_of_rope(old, new, expected):
     for spelling in (old, new):
         config = normalise(llama(rope_theta=..., rope_scaling=...) | spelling)
         assert config.ropes == (RopeSpec(**expected),) * 3
-
-
-LINEAR = {"type": "linear", "factor": 4.0, "mrope_section": [4, 4, 4]}
 
 
 @pytest.mark.parametrize(
@@ -176,9 +175,6 @@ def test_gpt_oss_defaults_to_yarn():
         False,
     )
     assert normalise(stated | {"rope_scaling": None}).ropes[0].kind == "default"
-
-
-YARN = {"type": "yarn", "factor": 4.0}
 
 
 @pytest.mark.parametrize(

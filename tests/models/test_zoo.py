@@ -124,7 +124,6 @@ def test_a_batched_model_that_differs_runs_alone(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(FlatCache, "begin", begin_late)
     entry = row("stablelm")
-    assert entry is not None
     assert entry.how == "alone"
     assert "gives other logits than mlx-lm's own run" in entry.because
 
@@ -146,7 +145,6 @@ def test_a_definition_that_chunks_change_is_refused(monkeypatch: pytest.MonkeyPa
         Definition, "hidden", lambda self, ids, caches: self(ids, self.own_caches())
     )
     entry = row("mamba")
-    assert entry is not None
     assert entry.how == "refused"
     assert "in chunks and steps it gives other logits" in entry.because
 
@@ -202,12 +200,10 @@ print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
 def test_windows_are_narrow_in_the_check_wherever_they_are_stated() -> None:
     for name, place in [("mimo_v2_flash", "sliding_window_size"), ("plamo3", "window_size")]:
         narrow = with_narrow_windows(definition_of(name)[1], 6)
-        assert narrow is not None
         assert getattr(narrow.args, place) == 6
     inner = {"model_type": "llama", "sliding_window": 50, "layer_types": SLIDING}
     text = {**OVERRIDES["mistral3"]["text_config"], **inner}
     narrow = with_narrow_windows(definition_of("mistral3", text_config=text)[1], 6)
-    assert narrow is not None
     assert narrow.args.text_config["sliding_window"] == 6
     assert with_narrow_windows(definition_of("stablelm")[1], 6) is None
 

@@ -53,7 +53,6 @@ def test_modes_in_both_spellings(tmp_path, stated, modes):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
     config = read_pooling(tmp_path)
-    assert config is not None
     assert config.task is Task.EMBED
     assert config.modes == modes
     assert config.modules == ()
@@ -86,7 +85,6 @@ def test_modules_prompts_and_limits(tmp_path):
         },
     )
     config = read_pooling(tmp_path)
-    assert config is not None
     assert config.modules == (Module("Dense", "2_Dense", 8, 4), NORMALISE)
     assert not config.pools_prompt
     assert (config.max_tokens, config.lowercase, config.similarity) == (77, True, "dot")
@@ -121,14 +119,12 @@ def test_what_a_model_is_for(tmp_path, config, name, task):
 def test_a_cached_repositorys_name_counts(tmp_path):
     place = tmp_path / "models--mlx-community--Qwen3-Reranker-4bit" / "snapshots" / "0a1b"
     config = read_pooling(folder_of(place, QWEN), "judge")
-    assert config is not None
     assert config.head is Head.TOKENS
 
 
 def test_a_task_that_is_asked_for_counts_more_than_files(tmp_path):
     folder_of(tmp_path, QWEN)
     config = read_pooling(tmp_path, "chat", "embed")
-    assert config is not None
     assert (config.modes, config.modules) == (("lasttoken",), (NORMALISE,))
     assert read_pooling(tmp_path, "Qwen3-Embedding", "generate") is None
     with pytest.raises(InvalidRequestError, match="generate, embed, score"):
@@ -152,7 +148,6 @@ def test_a_task_that_is_asked_for_counts_more_than_files(tmp_path):
 def test_the_activation_of_scores(tmp_path, stated, activation):
     config = {**BERT, "architectures": ["BertForSequenceClassification"], **ONE_LABEL, **stated}
     result = read_pooling(folder_of(tmp_path, config))
-    assert result is not None
     assert result.activation == activation
 
 
@@ -165,7 +160,6 @@ def test_tokens_that_score_are_read(tmp_path):
         **{"1_LogitScore__config": {"true_token_id": 9454, "false_token_id": None}},
     )
     config = read_pooling(tmp_path)
-    assert config is not None
     assert (config.head, config.token_ids) == (Head.TOKENS, (9454, None))
 
 

@@ -78,19 +78,17 @@ def test_attention_in_blocks_equals_the_reference(tmp_path, monkeypatch):
         close(results(model, rows, None), expected)
 
 
-NOMIC = {  # names on the hub, and transformers' own
-    "encoder.layers": "layers",
-    "attn.out_proj": "self_attn.o_proj",
-    "fc11": "up_proj",
-    "fc12": "gate_proj",
-    "fc2": "down_proj",
-    "norm1": "post_attention_layernorm",
-    "norm2": "post_mlp_layernorm",
-    "emb_ln": "embeddings.LayerNorm",
-}
-
-
 def test_nomic_under_names_and_keys_of_the_hub_and_of_transformers(tmp_path):
+    nomic = {  # names on the hub, and transformers' own
+        "encoder.layers": "layers",
+        "attn.out_proj": "self_attn.o_proj",
+        "fc11": "up_proj",
+        "fc12": "gate_proj",
+        "fc2": "down_proj",
+        "norm1": "post_attention_layernorm",
+        "norm2": "post_mlp_layernorm",
+        "emb_ln": "embeddings.LayerNorm",
+    }
     rows, expected = rows_of("nomic_bert")
     folder = pooling_folder(tmp_path, "nomic_bert")
     config = {
@@ -112,7 +110,7 @@ def test_nomic_under_names_and_keys_of_the_hub_and_of_transformers(tmp_path):
     close(results(model_in(folder), rows, None), expected)
     arrays = {}
     for name, array in mx.load(str(folder / "model.safetensors")).items():
-        for hub, ours in NOMIC.items():
+        for hub, ours in nomic.items():
             name = name.replace(hub, ours)
         if "Wqkv" not in name:
             arrays[name] = array

@@ -27,12 +27,9 @@ def test_nan_of_another_rank_names_the_kernel_everywhere(
     monkeypatch.setitem(CASES, "wide", {**CASES["qwen3-v4"], **sizes})
     folder = tiny_checkpoint(tmp_path / "model", "wide", quantize={"group_size": 32, "bits": 8})
     settings = {
-        "folder": str(folder),
-        "file": "gate_up",
-        "since": 9,
-        "pipeline": pipeline,
+        "folder": str(folder), "file": "gate_up", "since": 9, "pipeline": pipeline,
         "verdicts": str(tmp_path),
-    }
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "ranks.poisoned_rank", json.dumps(settings)],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"},

@@ -6,11 +6,11 @@ heads of the tiny models allow.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -23,6 +23,7 @@ from engine.oracle import Oracle
 from engine.pictures import RandomTower, picture, placed, with_tower
 from engine.proposers import some_proposer
 from engine.test_matrix import NEAR_TIE, Asked, Sight, assert_same, kv_options, play, programs
+from engine.test_matrix import _often_a_rolling_snapshot as _often_a_rolling_snapshot
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.runs import every
@@ -31,7 +32,6 @@ from models.tiny import tiny_checkpoint
 from mlxinfer.cache_specs import KVSpec
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine import snapshots
 from mlxinfer.engine.runner import Launched
 from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.models import load
@@ -67,13 +67,6 @@ def group() -> RankGroup:
     return group
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _often_a_rolling_snapshot() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshots, "ROLLING_TOKENS", 2 * PAGE)
-        yield
-
-
 @cache
 def folder_of(case: str) -> Path:
     return tiny_checkpoint(Path(mkdtemp()), case)
@@ -89,7 +82,9 @@ def seeing(case: str, num_deep: int) -> Model:
     return with_tower(whole(case), num_deep)  # type: ignore[no-any-return]
 
 
-def on_rank_0(group: RankGroup, case: str, sight: Sight | None, *, pipeline: bool) -> LanguageModel:
+def on_rank_0(
+    group: RankGroup, case: str, sight: Sight | None = None, *, pipeline: bool = False
+) -> LanguageModel:
     """The model of rank 0, which alone sees."""
     model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
     if sight is not None:
@@ -101,16 +96,10 @@ def on_rank_0(group: RankGroup, case: str, sight: Sight | None, *, pipeline: boo
 
 def plain_run(case: str, options: KVOptions, asked: Asked, sight: Sight | None = None) -> Outcome:
     """A request by itself on one rank, with its adapter."""
-    params, ids = asked.params, list(asked.prompt_ids)
     model = whole(case) if sight is None else seeing(case, sight.num_deep)
-    if asked.adapter is None:
-        return alone(model, ids, params, kv=options, pictures=asked.pictures)
-    plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
-    adapters = {asked.adapter: folders(case)[asked.adapter]}
-    harness = Harness(model, adapters=adapters, kv=options, **plain)
-    outcome = harness.run("alone", ids, params, adapter=asked.adapter, pictures=asked.pictures)
-    harness.loop.close()
-    return outcome
+    how: dict[str, Any] = {"adapter": asked.adapter, "adapters": folders(case)}
+    ids, pictures = list(asked.prompt_ids), asked.pictures
+    return alone(model, ids, asked.params, kv=options, pictures=pictures, **how)
 
 
 def most_stages(case: str) -> int:
@@ -201,11 +190,9 @@ def test_prefixes_on_disk_are_kept(group: RankGroup, pipeline: bool, tmp_path: P
 
     def run() -> tuple[list[int], int]:
         """Tokens, and how many of the prompt were on disk."""
-        model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+        model = on_rank_0(group, case, pipeline=pipeline)
         harness = Harness(model, followers=group, disk=disk)
         outcome = harness.run("a", list(ids), params)
-        assert harness.loop.store is not None
-        assert harness.loop.store.disk is not None
         namespaces.add(harness.loop.store.disk.namespace.hex())
         harness.loop.close()
         return outcome.token_ids, outcome.cached_tokens
@@ -237,7 +224,7 @@ def test_adapters_come_and_go_meanwhile(group: RankGroup, pipeline: bool, tmp_pa
     bad = write_mlx(tmp_path, broken)
     params = SamplingParams(max_tokens=24, logprobs=2)
     asked = [Asked(0, tuple(prompt(20 + i, i)), params, None, (None, *names)[i]) for i in range(3)]
-    model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+    model = on_rank_0(group, case, pipeline=pipeline)
     harness = Harness(model, followers=group)
     table = harness.loop.adapters
 
@@ -265,13 +252,11 @@ def test_adapters_come_and_go_meanwhile(group: RankGroup, pipeline: bool, tmp_pa
 
 def test_a_load_that_ends_after_its_model_leaves_the_next_one_as_it_is(group: RankGroup) -> None:
     """Adapters of each model are numbered from 1."""
-    case, asked = (
-        "qwen3-v4",
-        Asked(0, tuple(prompt(20)), SamplingParams(max_tokens=8, logprobs=2), None, "first"),
-    )
+    case, params = "qwen3-v4", SamplingParams(max_tokens=8, logprobs=2)
+    asked = Asked(0, tuple(prompt(20)), params, None, "first")
     folder, loads = folders(case)["first"], []
     for _ in range(2):
-        model = group.load(case, folder_of(case), dtype="auto", watch=None)
+        model = on_rank_0(group, case)
         harness = Harness(model, followers=group)
         loads.append(harness.loop.adapters.load("first", read_adapter(folder)))
         next(loads[-1])
@@ -287,7 +272,7 @@ def test_a_load_that_ends_after_its_model_leaves_the_next_one_as_it_is(group: Ra
 def test_adapters_take_the_memory_of_pages_that_other_stages_have(group: RankGroup) -> None:
     """Of four layers the third has pages: on rank 0 one costs nothing."""
     case = "qwen3_next-v5"
-    model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
+    model = on_rank_0(group, case, pipeline=True)
     harness = Harness(model, followers=group)
     (pages,) = harness.loop.cache.groups
     before = pages.allocator.num_pages
@@ -310,7 +295,7 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
         str(i): (prompt(4 + 9 * i, i), SamplingParams(max_tokens=20, temperature=0.9, seed=i))
         for i in range(8)
     }
-    model = group.load(case, folder_of(case), dtype="auto", watch=None)
+    model = on_rank_0(group, case)
     before = group.stats()
     harness = Harness(model, followers=group)
     for name, (ids, params) in asked.items():
@@ -349,7 +334,7 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
     case = "gemma3_text-v4"
     whole_case, count = whole(case), 3 * SIZE
     params = [SamplingParams(max_tokens=8, repetition_penalty=1.3, seed=i) for i in range(count)]
-    model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
+    model = on_rank_0(group, case, pipeline=True)
     harness = Harness(model, followers=group, max_batch=16, prefill_chunk=256)
     in_flight, commit = harness.loop._in_flight, harness.loop._read_step
     seen: list[tuple[int, int]] = []
@@ -385,7 +370,7 @@ def test_every_stage_has_a_step_with_proposals(group: RankGroup) -> None:
     plains = {str(i): alone(whole(case), prompt(9, i), params[i]).token_ids for i in range(count)}
     proposer = Oracle(plains, SEED)
     proposer._rests = 0.0
-    model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
+    model = on_rank_0(group, case, pipeline=True)
     harness = Harness(model, followers=group, proposer=proposer, prefill_chunk=256)
     in_flight, commit = harness.loop._in_flight, harness.loop._read_step
     seen: list[int] = []

@@ -36,7 +36,6 @@ def page() -> str:
 def options_of(name: str) -> dict[str, str]:
     """The flags of a command, by the names of their values."""
     command = cli.get_command(click.Context(cli), name)
-    assert command is not None
     return {
         option.name or "": "/".join([option.opts[0], *option.secondary_opts])
         for option in command.params

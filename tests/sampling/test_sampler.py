@@ -17,6 +17,7 @@ from mlxinfer.sampling.sampler import LogprobArrays, Sampler, apply_bitmask, num
 from mlxinfer.sampling.tokens import MIN_ROOM, TokenBuffer
 
 Choice = tuple[int, TokenLogprobs | None]
+DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 
 
 def choose(cases: list[Row], pending: bool = False, slots: list[int] | None = None) -> list[Choice]:
@@ -122,7 +123,6 @@ def test_a_run_launched_ahead_and_one_resumed_in_the_middle_give_the_same_tokens
                 said.append(pending.tolist())
                 sampler.observe([0, 1], said[-1])
             pending = sampled.tokens
-        assert pending is not None
         return [*said, pending.tolist()]
 
     logits = steps
@@ -180,7 +180,6 @@ def test_logprobs_are_those_of_the_raw_logits():
     ((token, result),) = choose([Row(params, logits, prompt_ids=[9])])
     total = np.log(VOCAB - 1 + np.exp(3))
     assert token == 5
-    assert result is not None
     assert result.logprob == pytest.approx(-total, abs=1e-5)
     assert result.top[0] == (9, pytest.approx(3 - total, abs=1e-5))
 
@@ -201,7 +200,6 @@ def test_logprobs_do_not_know_of_the_mask():
     mask = mx.array([[1 << 3, *[0] * 9]], mx.uint32)
     sampled = sampler.sample(mx.zeros((1, VOCAB)), (0,), np.zeros(1, np.int64), None, mask)
     assert sampled.tokens.tolist() == [3]
-    assert sampled.logprobs is not None
     assert sampled.logprobs.read()[0].logprob == pytest.approx(-np.log(VOCAB))
 
 
@@ -324,9 +322,6 @@ def pack(allowed: np.ndarray) -> mx.array:
     for row, token in np.argwhere(allowed):
         words[row, token // 32] |= np.uint32(1) << np.uint32(token % 32)
     return mx.array(words)
-
-
-DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 
 
 @given(

@@ -2,10 +2,11 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sampling_cases import PARAMS, VOCAB, changed, logits
-from sampling_reference import Row, kept_tokens
+from sampling_cases import PARAMS, VOCAB, changed, logits, rows
+from sampling_reference import Row, adjusted_logits, kept_tokens
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import parts
@@ -101,3 +102,28 @@ def test_a_long_row_is_cut_in_the_same_place_but_for_rounding():
         expected = kept_tokens(Row(params, x)).probabilities > 0
         differing = (weights(x, params) > 0) != expected
         assert differing.sum() <= 1e-3 * expected.sum()
+
+
+FIELDS = (
+    "repetition_penalty", "repetition_window", "presence_penalty", "frequency_penalty",
+    "logit_bias", "min_tokens",
+)  # fmt: skip
+
+
+def only_penalties(row: Row) -> Row:
+    params = SamplingParams(**{name: getattr(row.params, name) for name in FIELDS})
+    return Row(params, row.logits, row.prompt_ids, row.output_ids, row.stop_ids)
+
+
+@given(cases=st.lists(rows(), min_size=1, max_size=5))
+def test_exactly_the_reference(cases: list[Row]):
+    cases = [only_penalties(row) for row in cases]
+    expected = np.stack([adjusted_logits(row) for row in cases])
+    np.testing.assert_array_equal(changed(cases), expected)
+
+
+@pytest.mark.parametrize("strength", [1e-38, 1e38])
+def test_absurd_strengths_give_no_nan(strength: float):
+    logits = np.array([-1.0, 0.0, 1.0] * 100, np.float32)
+    row = Row(SamplingParams(repetition_penalty=strength), logits, range(VOCAB))
+    assert not np.isnan(changed([row])).any()

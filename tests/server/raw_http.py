@@ -44,10 +44,7 @@ def status_of(answer: bytes) -> int:
 def post(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
     """A POST request with a JSON body; `headers` are added as they are."""
     lines = [
-        f"POST {path} HTTP/1.1",
-        "host: localhost",
-        "content-type: application/json",
-        f"content-length: {len(body) if length is None else length}",
-        *headers,
-    ]
+        f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json",
+        f"content-length: {len(body) if length is None else length}", *headers,
+    ]  # fmt: skip
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

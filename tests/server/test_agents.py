@@ -122,12 +122,9 @@ def test_open_webui_over_ollama(server: ScriptedServer) -> None:
     (model,) = server.get("/api/tags").json()["models"]
     assert server.get("/api/ps").json()["models"]
     body = {
-        "model": model["model"],
-        "messages": [{"role": "user", "content": "Hi"}],
-        "options": {},
-        "stream": True,
-        "metadata": {"chat_id": "c"},
-    }
+        "model": model["model"], "messages": [{"role": "user", "content": "Hi"}], "options": {},
+        "stream": True, "metadata": {"chat_id": "c"},
+    }  # fmt: skip
     with server.says("Hello"):
         lines = server.post("/api/chat", body).text.splitlines()
     assert "".join(json.loads(line)["message"]["content"] for line in lines) == "Hello"

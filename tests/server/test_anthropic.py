@@ -28,6 +28,7 @@ SAMPLING = ("temperature", "top_p", "top_k")
 
 client = client_fixture("scripted", anthropic_client)
 demo = client_fixture("live", anthropic_client)
+BILLED = "x-anthropic-billing-header: cc_version=2.1.250.{0}; cc_entrypoint=cli; cch={0};"
 
 
 def ask(client: Any, **fields: Any) -> Any:
@@ -305,9 +306,6 @@ def test_without_a_key_the_error_is_theirs_too() -> None:
         assert "type" not in server.get("/v1/models").json()
         with anthropic_client(server).with_options(api_key="sk-test-1") as models_client:
             assert models_client.models.retrieve("demo").id == "demo"
-
-
-BILLED = "x-anthropic-billing-header: cc_version=2.1.250.{0}; cc_entrypoint=cli; cch={0};"
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -20,15 +20,13 @@ LONG: Any = {
     "extra_body": {"ignore_eos": True},
     "max_output_tokens": LONG_TOKENS,
 }
+client = client_fixture("keeping", openai_client)
 
 
 @pytest.fixture(scope="module")
 def keeping() -> Iterator[LiveServer]:
     with LiveServer(store=ResponseStore(None)) as server:
         yield server
-
-
-client = client_fixture("keeping", openai_client)
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:

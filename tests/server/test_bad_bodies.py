@@ -40,55 +40,49 @@ def with_raw(path: str, raw: bytes) -> bytes:
     return json.dumps(GOOD[path]).encode()[:-1] + b", " + raw + b"}"
 
 
-NO_JSON: dict[str, bytes] = {
-    "nothing": b"",
-    "half": b'{"messages": [',
-    "an array": b"[]",
-    "null": b"null",
-    "no UTF-8": b'{"a": "\xff\xfe"}',
-    "a surrogate in UTF-8": b'{"a": "\xed\xa0\x80"}',
-    "UTF-16": '{"a": 1}'.encode("utf-16"),
-    "two values": b"{}{}",
-    "a form": b"messages=x&model=demo",
-    "deep arrays": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "deep and open": b"[" * 1_000_000,
-}
-
-
 @pytest.mark.parametrize("path", GOOD)
 def test_what_is_no_object(live: LiveServer, path: str) -> None:
-    for body in NO_JSON.values():
+    no_json: dict[str, bytes] = {
+        "nothing": b"",
+        "half": b'{"messages": [',
+        "an array": b"[]",
+        "null": b"null",
+        "no UTF-8": b'{"a": "\xff\xfe"}',
+        "a surrogate in UTF-8": b'{"a": "\xed\xa0\x80"}',
+        "UTF-16": '{"a": 1}'.encode("utf-16"),
+        "two values": b"{}{}",
+        "a form": b"messages=x&model=demo",
+        "deep arrays": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "deep and open": b"[" * 1_000_000,
+    }
+    for body in no_json.values():
         expect_refusal(live, path, body)
 
 
-PROBLEMS = (
-    (b"", "is empty"),
-    (b" \n", "is empty"),
-    (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"surrogate pair, \ud83d:"),
-    (b'{"x": "\\ud83d\\ude00 \\uDE00"}', r"surrogate pair, \uDE00:"),
-    (b'{"x": "\\ud83d\\ude00', "truncated"),
-    (b'{"messages": [], "x": NaN}', "malformed"),
-    (b'{"messages": [], "\\udc00": 1}', "surrogate pair"),
-)
-
-
 def test_the_problem_is_named(live: LiveServer) -> None:
-    for body, problem in PROBLEMS:
+    problems = (
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"surrogate pair, \ud83d:"),
+        (b'{"x": "\\ud83d\\ude00 \\uDE00"}', r"surrogate pair, \uDE00:"),
+        (b'{"x": "\\ud83d\\ude00', "truncated"),
+        (b'{"messages": [], "x": NaN}', "malformed"),
+        (b'{"messages": [], "\\udc00": 1}', "surrogate pair"),
+    )
+    for body, problem in problems:
         assert problem in expect_refusal(live, CHAT, body)["message"], body
 
 
-HUGE: list[tuple[bytes, str]] = [
-    (b'"max_tokens": ' + b"9" * 5000, "max_tokens"),
-    (b'"temperature": 1e999', "temperature"),
-    (b'"seed": ' + b"-" + b"9" * 400, "seed"),
-    (b'"guided_json": {"minimum": ' + b"9" * 5000 + b"}", "guided_json[...]"),
-    (b'"best_of": ' + b"9" * 5000, "best_of"),
-    (b'"logit_bias": {"' + b"9" * 5000 + b'": 1}', "logit_bias"),
-]
-
-
 def test_numbers_beyond_any_range_are_refused_by_field(live: LiveServer) -> None:
-    for raw, param in HUGE:
+    huge: list[tuple[bytes, str]] = [
+        (b'"max_tokens": ' + b"9" * 5000, "max_tokens"),
+        (b'"temperature": 1e999', "temperature"),
+        (b'"seed": ' + b"-" + b"9" * 400, "seed"),
+        (b'"guided_json": {"minimum": ' + b"9" * 5000 + b"}", "guided_json[...]"),
+        (b'"best_of": ' + b"9" * 5000, "best_of"),
+        (b'"logit_bias": {"' + b"9" * 5000 + b'": 1}', "logit_bias"),
+    ]
+    for raw, param in huge:
         expect_refusal(live, CHAT, with_raw(CHAT, raw), param=param)
 
 
@@ -212,16 +206,14 @@ def not_so_large(walk: Any) -> Any:
     return checked
 
 
-READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
-    (CHAT, chats, ("constraint", "check_tools")),
-    (COMPLETIONS, completions, ("constraint",)),
-    (RESPONSES, responses, ("conversation", "read_tools")),
-    (MESSAGES, anthropic, ("sampling_params", "openai_tools")),
-    (COUNT, anthropic, ("conversation", "openai_tools")),
-]
-
-
 def test_long_reads_are_off_the_loop(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[tuple[str, ModuleType, tuple[str, ...]]] = [
+        (CHAT, chats, ("constraint", "check_tools")),
+        (COMPLETIONS, completions, ("constraint",)),
+        (RESPONSES, responses, ("conversation", "read_tools")),
+        (MESSAGES, anthropic, ("sampling_params", "openai_tools")),
+        (COUNT, anthropic, ("conversation", "openai_tools")),
+    ]
     collected: dict[str, str] = {}
 
     def noting(name: str, function: Any) -> Any:
@@ -231,7 +223,7 @@ def test_long_reads_are_off_the_loop(live: LiveServer, monkeypatch: pytest.Monke
 
         return noted
 
-    for path, api, names in READS:
+    for path, api, names in reads:
         with monkeypatch.context() as patch:
             for name in names:
                 patch.setattr(api, name, noting(name, getattr(api, name)))
@@ -241,20 +233,18 @@ def test_long_reads_are_off_the_loop(live: LiveServer, monkeypatch: pytest.Monke
         assert all(thread.startswith("mlxinfer-text") for thread in collected.values()), collected
 
 
-WRONG: list[dict[str, Any]] = [  # a choice, a name in it, a type, a name
-    {"tools": [tool()], "tool_choice": {"a": "x" * 5000}},
-    {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x" * 5000}}},
-    {"tools": [{"type": "x" * 5000}]},
-    {"tools": [{"type": "function", "function": {"name": "x" * 5000}}]},
-]
-
-
 def test_what_is_wrong_is_not_quoted_whole(scripted: ScriptedServer) -> None:
+    wrong: list[dict[str, Any]] = [  # a choice, a name in it, a type, a name
+        {"tools": [tool()], "tool_choice": {"a": "x" * 5000}},
+        {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x" * 5000}}},
+        {"tools": [{"type": "x" * 5000}]},
+        {"tools": [{"type": "function", "function": {"name": "x" * 5000}}]},
+    ]
     for value in ({"type": "x", "y": NUMBERS}, NUMBERS, {"type": NUMBERS}):
         with pytest.raises(InvalidRequestError, match="expected") as caught:
             response_format(value)
         assert len(str(caught.value)) < 300
-    for fields in WRONG:
+    for fields in wrong:
         error = expect_refusal(scripted, CHAT, {"messages": HELLO, **fields})
         assert len(error["message"]) < 300
 

@@ -17,6 +17,7 @@ PERSON = {
     "additionalProperties": False,
 }
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
 
 
 def answer(server: LiveServer, **fields: Any) -> str:
@@ -83,9 +84,6 @@ def test_the_library_parses_into_its_own_types(server: LiveServer) -> None:
             max_tokens=80,
         )
     assert completion.choices[0].message.parsed == Person(name="Grace", age=47)
-
-
-AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
 
 
 def test_a_grammar_that_fails_in_mid_answer_is_told_as_the_requests_own(server: LiveServer) -> None:

@@ -69,12 +69,9 @@ def test_langchain_chats_streams_and_calls_tools(server: ScriptedServer) -> None
         (call,) = model.bind_tools([get_weather]).invoke("Weather in Zürich?").tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Zürich"})
     schema = {
-        "title": "Answer",
-        "description": "An answer.",
-        "type": "object",
-        "properties": {"n": {"type": "integer"}},
-        "required": ["n"],
-    }
+        "title": "Answer", "description": "An answer.", "type": "object",
+        "properties": {"n": {"type": "integer"}}, "required": ["n"],
+    }  # fmt: skip
     with server.says('{"n": 5}'):
         assert model.with_structured_output(schema).invoke("How many?") == {"n": 5}
 

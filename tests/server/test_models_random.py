@@ -36,6 +36,7 @@ operations = st.lists(
     min_size=1,
     max_size=40,
 )
+GB = 10**9
 
 
 class Scene:
@@ -129,9 +130,6 @@ def test_random_programs_keep_the_limits_and_answer_every_request(
     scene.machine.slow.update(zip(NAMES, slow, strict=False))
     asyncio.run(scene.play(steps))
     scene.end()
-
-
-GB = 10**9
 
 
 def need(name: str, weights: int, kv_bytes: int | None = None, pinned: bool = False) -> ModelSlot:

@@ -67,12 +67,8 @@ def chat(asked: Body, *, ollama: bool = False) -> Body:
     if ollama:
         options = {**asked["sampling"], "num_predict": 9, "stop": asked["stop"]}
         return {
-            **body,
-            "model": "demo",
-            "stream": False,
-            "options": options,
-            "format": asked["form"],
-        }
+            **body, "model": "demo", "stream": False, "options": options, "format": asked["form"],
+        }  # fmt: skip
     named = {"type": "function", "function": {"name": "f0"}}
     choice = {"any": "required", "f0": named}.get(asked["choice"], asked["choice"])
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": asked["form"]}}

@@ -16,6 +16,7 @@ from mlxinfer.session import request_builder
 from mlxinfer.text.fim import FimTokens
 
 COMPLETIONS = "/v1/completions"
+GREETING = "Hello! I am the demo model of mlxinfer."
 
 
 def content(answer: Any) -> str:
@@ -102,12 +103,8 @@ def test_parts_roles_and_nulls_are_read(server: LiveServer) -> None:
         {"role": "user", "content": "Hello"},
     ]
     nulls: dict[str, Any] = {
-        "tools": None,
-        "response_format": None,
-        "stop": None,
-        "seed": None,
-        "n": None,
-    }
+        "tools": None, "response_format": None, "stop": None, "seed": None, "n": None,
+    }  # fmt: skip
     one = server.post(CHAT, chat(messages=plain)).json()
     two = server.post(CHAT, chat(messages=spelled, **nulls, unknown_field={"a": 1})).json()
     assert one["choices"] == two["choices"]
@@ -159,9 +156,6 @@ def test_a_stream_says_how_far_its_prompt_is(
         assert (last["cache"] > 400) is cached
         assert all(item["cache"] == last["cache"] <= item["processed"] for item in result)
     assert not any("prompt_progress" in e for e in server.events(CHAT, chat("Hi"))[:-1])
-
-
-GREETING = "Hello! I am the demo model of mlxinfer."
 
 
 @pytest.fixture

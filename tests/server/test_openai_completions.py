@@ -18,6 +18,7 @@ from mlxinfer.text.fim import FimTokens
 
 PATH = "/v1/completions"
 TEXT = "The KV cache holds the keys"
+SURE = TokenLogprobs(0.0, ())
 
 
 def ask(prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:
@@ -120,9 +121,6 @@ def test_a_cut_character_is_spelled_as_bytes(server: LiveServer) -> None:
     assert raw.decode() == "é→ø"
 
 
-SURE = TokenLogprobs(0.0, ())
-
-
 def written(kind: str, ids: list[int], offset: int = 0) -> dict[str, Any]:
     writer = LogprobsWriter(load_tokenizer(kind), offset)
     for token_id in ids:
@@ -155,22 +153,19 @@ def test_an_answer_goes_on_where_the_prompt_ends(kind: str) -> None:
     assert actual["text_offset"][-1] + len(actual["tokens"][-1]) == len(text)
 
 
-COMPLETIONS = "/v1/completions"
-
-
 def test_a_suffix_makes_the_prompt_of_a_gap(coder: ScriptedServer) -> None:
     body: dict[str, Any] = {"prompt": "def f():\n", "suffix": "\nprint(f())", "max_tokens": 8}
     with coder.says("    return 1"):
-        answer = coder.post(COMPLETIONS, body)
+        answer = coder.post(PATH, body)
         prompt, request = coder.prompt, coder.script.requests[-1]
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == "    return 1"
     assert prompt.endswith("<|fim_prefix|>def f():\n<|fim_suffix|>\nprint(f())<|fim_middle|>")
     assert coder.model.tokenizer.piece_to_id("<|fim_pad|>") in request.stop_ids
     with coder.says("x"):
-        both = coder.post(COMPLETIONS, {**body, "prompt": ["a", "b"]}).json()["choices"]
+        both = coder.post(PATH, {**body, "prompt": ["a", "b"]}).json()["choices"]
         assert [choice["text"] for choice in both] == ["x", "x"]
-        events = coder.events(COMPLETIONS, {**body, "stop": ["\n"] * 3})
+        events = coder.events(PATH, {**body, "stop": ["\n"] * 3})
     assert events[-1] == "[DONE]"
 
 

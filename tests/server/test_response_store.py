@@ -19,15 +19,13 @@ from mlxinfer.server.store import ResponseStore, StoredResponse
 
 RESPONSES = "/v1/responses"
 SKIPPED = "x-mlxinfer-skipped"
+client = client_fixture("keeping", openai_client)
 
 
 @pytest.fixture(scope="module")
 def keeping() -> Iterator[ScriptedServer]:
     with ScriptedServer(store=ResponseStore(None)) as server:
         yield server
-
-
-client = client_fixture("keeping", openai_client)
 
 
 def ask(client: Any, **fields: Any) -> Any:
@@ -131,21 +129,19 @@ def test_what_is_not_to_be_stored_is_not(keeping: ScriptedServer, client: openai
         client.responses.retrieve(answer.id)
 
 
-WRONG = [
-    ("resp_x", 404, "previous_response_id"),
-    ("resp_x/input_items", 404, "previous_response_id"),
-    ("{id}?stream=true", 400, "stream"),
-    ("{id}?stream=true&starting_after=-2", 400, "starting_after"),
-    ("{id}/input_items?limit=0", 400, "limit"),
-    ("{id}/input_items?order=up", 400, "order"),
-    ("{id}/input_items?after=x", 400, "after"),
-]
-
-
 def test_wrong_requests_are_named(keeping: ScriptedServer) -> None:
+    wrong = [
+        ("resp_x", 404, "previous_response_id"),
+        ("resp_x/input_items", 404, "previous_response_id"),
+        ("{id}?stream=true", 400, "stream"),
+        ("{id}?stream=true&starting_after=-2", 400, "starting_after"),
+        ("{id}/input_items?limit=0", 400, "limit"),
+        ("{id}/input_items?order=up", 400, "order"),
+        ("{id}/input_items?after=x", 400, "after"),
+    ]
     with keeping.says("Yes."):
         answer = keeping.post(RESPONSES, {"input": "Hi"}).json()
-    for path, status, param in WRONG:
+    for path, status, param in wrong:
         reply = keeping.get(f"{RESPONSES}/{path.format(id=answer['id'])}")
         assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
 

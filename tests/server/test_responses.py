@@ -22,6 +22,7 @@ TOOLS: Any = [
     {"type": "function", **FUNCTION, "strict": False},
     {"type": "function", "name": "now", "parameters": None, "strict": True},
 ]
+LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 
 def ask(client: Any, **fields: Any) -> Any:
@@ -167,9 +168,6 @@ def test_the_oldest_turns_may_go(client: openai.OpenAI, scripted: ScriptedServer
     only = [{"role": "user", "content": long * 20}]
     with pytest.raises(openai.BadRequestError):
         ask(client, input=only, truncation="auto")
-
-
-LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 
 def test_an_interrupted_stream_fails() -> None:

@@ -20,6 +20,7 @@ from mlxinfer import hub
 
 Process = subprocess.Popen[str]
 URL = re.compile(r"http://127\.0\.0\.1:\d+")
+SECRET = "a very private prompt"
 
 
 def start(*options: str, **kwargs: Any) -> Process:
@@ -54,9 +55,6 @@ def post(url: str, body: dict[str, Any]) -> Any:
         {"content-type": "application/json", "x-request-id": "mine"},
     )
     return urllib.request.urlopen(request, timeout=60)
-
-
-SECRET = "a very private prompt"
 
 
 def test_it_serves_logs_no_prompts_and_ends_with_zero(process: Process) -> None:

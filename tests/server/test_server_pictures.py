@@ -382,24 +382,22 @@ def test_a_picture_is_fetched_also_behind_a_redirect(site: str) -> None:
     assert pictures.fetch_picture(f"{site}/to?{site}/red.png", "here") == RED
 
 
-NOT_FETCHED = {
-    "/page": "of type 'text/html'",
-    "/missing": "status 404",
-    "/large": "more than 1,000 bytes",
-    "/to?/to?/to?/to?/red.png": "redirects more than 3 times",
-    "/to?http://127.0.0.1:1/red.png": "not public",
-    "/to?http://localhost:1/red.png": "not public",
-    "/to?http://[::1]:1/red.png": "not public",
-    "/to?file:///etc/passwd": "is no http URL",
-    "/to?ftp://example.com/": "is no http URL",
-    "/to?http://a:b@example.com/": "is no http URL",
-    "/to?http://x:99999999/": "cannot be fetched",
-}
-
-
 def test_what_is_not_fetched(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_fetched = {
+        "/page": "of type 'text/html'",
+        "/missing": "status 404",
+        "/large": "more than 1,000 bytes",
+        "/to?/to?/to?/to?/red.png": "redirects more than 3 times",
+        "/to?http://127.0.0.1:1/red.png": "not public",
+        "/to?http://localhost:1/red.png": "not public",
+        "/to?http://[::1]:1/red.png": "not public",
+        "/to?file:///etc/passwd": "is no http URL",
+        "/to?ftp://example.com/": "is no http URL",
+        "/to?http://a:b@example.com/": "is no http URL",
+        "/to?http://x:99999999/": "cannot be fetched",
+    }
     monkeypatch.setattr(pictures, "MAX_BYTES", 1000)
-    for path, said in NOT_FETCHED.items():
+    for path, said in not_fetched.items():
         with pytest.raises(PictureError, match=said):
             pictures.fetch_picture(site + path, "here")
 

@@ -124,11 +124,6 @@ def test_a_full_disk_ends_an_export_with_the_name_of_the_file(tmp_path: Path) ->
 
 # -- files that somebody made up ------------------------------------------------------------------
 
-NASTY: tuple[Any, ...] = (
-    *(None, -1, 0, 1, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 1 << 80, 1e300, True),
-    *("", "../../x", "a" * 5000, "\x00", [], [[]], [[-1, 0]], [[0, 99]], [[0, 0]] * 99, {}),
-)
-
 
 def set_in(said: dict[str, Any], *, path: tuple[str, ...], value: Any) -> None:
     for name in path[:-1]:
@@ -142,13 +137,17 @@ def apply(change: Callable[[dict[str, Any]], None], said: dict[str, Any]) -> Non
 
 @pytest.mark.ci
 def test_no_made_up_head_is_an_error_of_the_server(tmp_path: Path) -> None:
+    nasty: tuple[Any, ...] = (
+        *(None, -1, 0, 1, 1 << 31, 1 << 62, 1 << 63, 1 << 64, 1 << 80, 1e300, True),
+        *("", "../../x", "a" * 5000, "\x00", [], [[]], [[-1, 0]], [[0, 99]], [[0, 0]] * 99, {}),
+    )
     file = exported(tmp_path / "a")
     top = ("name", "owner", "model", "created_s", "num_bytes", "prompt")
     inner = ("identity", "root", "token_ids", "page_size", "places", "adapter", "rope_variant")
     paths = [*((name,) for name in top), *(("prompt", name) for name in inner)]
     with serving(tmp_path / "b") as server:
         for path in paths:
-            for value in NASTY:
+            for value in nasty:
                 made = with_head(file, partial(set_in, path=path, value=value))
                 reply = server.client.put("/v1/sessions?name=made", content=made)
                 assert reply.status_code in (200, 400, 503), (path, value, reply.text)

@@ -305,11 +305,9 @@ def shown(request: pytest.FixtureRequest) -> Iterator[ScriptedServer]:
         yield shown
 
 
-ODD = ["{", "[]", "", '{"a": ' + "9" * 900 + "}", '{"a":' * 99 + "1" + "}" * 99]
-
-
 def test_arguments_of_earlier_calls_may_be_any_text(shown: ScriptedServer) -> None:
-    for arguments in ODD:
+    odd = ["{", "[]", "", '{"a": ' + "9" * 900 + "}", '{"a":' * 99 + "1" + "}" * 99]
+    for arguments in odd:
         function = {"name": "f", "arguments": arguments}
         call = {"id": "c", "type": "function", "function": function}
         history = [{"role": "assistant", "tool_calls": [call]}, *HI]

@@ -96,15 +96,11 @@ SAMPLERS: list[tuple[str, Any, str, Any]] = [
     ("speculate", False, "speculate", False),
 ]
 LIMITS: list[tuple[str, Any, str, Any]] = [
-    ("num_predict", 7, "max_tokens", 7),
-    ("n_predict", 7, "max_tokens", 7),
-    ("max_new_tokens", 7, "max_tokens", 7),
-    ("n_predict", -1, "max_tokens", None),
-    ("max_tokens", -1, "max_tokens", None),
-    ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
-    ("stop", "x", "stop", ("x",)),
-    ("stop", ["x"] * 64, "stop", ("x",) * 64),
-]
+    ("num_predict", 7, "max_tokens", 7), ("n_predict", 7, "max_tokens", 7),
+    ("max_new_tokens", 7, "max_tokens", 7), ("n_predict", -1, "max_tokens", None),
+    ("max_tokens", -1, "max_tokens", None), ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
+    ("stop", "x", "stop", ("x",)), ("stop", ["x"] * 64, "stop", ("x",) * 64),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("read", READS)
@@ -295,11 +291,9 @@ def test_text_documents_are_read() -> None:
         assert given.messages == [{"role": "user", "content": text}]
 
 
-OTHER_FILES = ["data:image/png;base64,AAAA", "data:application/pdf,x", "é"]
-
-
 def test_other_files_are_refused() -> None:
-    for data in OTHER_FILES:
+    other_files = ["data:image/png;base64,AAAA", "data:application/pdf,x", "é"]
+    for data in other_files:
         part = {"type": "input_file", "file_data": data}
         with pytest.raises(InvalidRequestError) as caught:
             read_response(input=[{"role": "user", "content": [part]}])

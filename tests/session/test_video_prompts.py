@@ -124,21 +124,19 @@ def test_text_of_a_message_takes_no_videos_place(seeing: tuple[str, LLM]) -> Non
         assert tuple(prompt.ids[start : start + len(picture.token_ids)]) == picture.token_ids
 
 
-WRONG = [
-    ({"frames": []}, PictureError, "no frames"),
-    ({}, InvalidRequestError, "no video"),
-    ({"frames": [b"x"]}, PictureError, "known format"),
-    ({"frames": "a.mp4"}, InvalidRequestError, "a list of pictures"),
-    ({"video": [b"x"]}, InvalidRequestError, "a path or bytes"),
-    ({"video": "/no/such.mp4"}, PictureError, "There is no file"),
-    ({"video": "/no/such.mp4", "fps": 3}, PictureError, "its own fps"),
-    ({"frames": some_frames(2), "fps": 0}, PictureError, "fps is 0"),
-    ({"frames": some_frames(1) + some_frames(1, 8, 8)}, PictureError, "one size"),
-]
-
-
 def test_wrong_videos_are_refused(seeing: tuple[str, LLM]) -> None:
-    for part, error, said in WRONG:
+    wrong = [
+        ({"frames": []}, PictureError, "no frames"),
+        ({}, InvalidRequestError, "no video"),
+        ({"frames": [b"x"]}, PictureError, "known format"),
+        ({"frames": "a.mp4"}, InvalidRequestError, "a list of pictures"),
+        ({"video": [b"x"]}, InvalidRequestError, "a path or bytes"),
+        ({"video": "/no/such.mp4"}, PictureError, "There is no file"),
+        ({"video": "/no/such.mp4", "fps": 3}, PictureError, "its own fps"),
+        ({"frames": some_frames(2), "fps": 0}, PictureError, "fps is 0"),
+        ({"frames": some_frames(1) + some_frames(1, 8, 8)}, PictureError, "one size"),
+    ]
+    for part, error, said in wrong:
         with pytest.raises(error, match=said):
             encoded(seeing[1], [{"role": "user", "content": [{"type": "video", **part}]}])
 

@@ -143,7 +143,6 @@ class FakeKV:
         size, spilled = self.page_size, []
         for spill in spills:
             if spill.group == len(self.windows):
-                assert self.states is not None
                 spilled.append(spill.filled(self.states.read(spill.page)))
                 continue
             values = array("q")
@@ -159,7 +158,6 @@ class FakeKV:
         size = self.page_size
         for load in loads:
             if load.group == len(self.windows):
-                assert self.states is not None
                 self.states.load(load.page, load.entry.payload)
                 continue
             values = iter(array("q", load.entry.payload.tobytes()))

@@ -200,7 +200,6 @@ def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
             known = [*known, *segment.proposals]
         if len(known) < segment.num_tokens:
             assert segment.num_tokens == 1
-            assert previous is not None
             assert not previous.unsampled
             known = [previous.tokens[previous.rows[segment.sequence]]]
         ids += known

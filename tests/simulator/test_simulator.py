@@ -25,6 +25,7 @@ from mlxinfer.engine.scheduler import Scheduler
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "30"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
+STATES = {"proposes": True, "recurrent": True}
 
 
 def run(seed: int, **how: Any) -> Program:
@@ -151,9 +152,6 @@ def without(name: str) -> Callable[[KVManager], CacheWork]:
         return work
 
     return incomplete
-
-
-STATES = {"proposes": True, "recurrent": True}
 
 
 @pytest.mark.alike

@@ -22,6 +22,7 @@ MODEL = "qwen3-v4"
 GREEDY = SamplingParams(max_tokens=40)
 DRAWN = SamplingParams(max_tokens=40, temperature=0.9, top_p=0.95, seed=11)
 PENALISED = replace(DRAWN, repetition_penalty=1.3, frequency_penalty=0.3)
+MUCH, LITTLE = {"num_pages": 400}, {"num_pages": 12, "max_batch": 2}
 
 
 def model() -> LanguageModel:
@@ -174,9 +175,6 @@ class Spoiling(DraftProposer):
             self.num_right += 2 if spoilt else len(ids)
             ids[2:3] = [ids[2] ^ 1] if spoilt else ids[2:3]
         return proposed
-
-
-MUCH, LITTLE = {"num_pages": 400}, {"num_pages": 12, "max_batch": 2}
 
 
 @pytest.mark.ci

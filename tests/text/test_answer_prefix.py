@@ -40,20 +40,14 @@ def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
     assert answer_begun(tokenizer, THINK, ids)[1] == ""
 
 
-ENDINGS = [
-    ("{start}\n", "{start}\n"),
-    ("{start}{stop}{start}", "{start}"),
-    ("{start}a{stop}b", None),
-    ("{start}\n\n{stop}\n\n", None),
-    ("{stop}", ""),
-    ("Hello", ""),
-]
-
-
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])
 @pytest.mark.parametrize("before", ["", ASKED, PAST], ids=["plain", "asked", "past"])
 def test_a_thought_is_open_until_its_end_tag(reasoning, before) -> None:
-    for end, thought in ENDINGS:
+    endings = [
+        ("{start}\n", "{start}\n"), ("{start}{stop}{start}", "{start}"), ("{start}a{stop}b", None),
+        ("{start}\n\n{stop}\n\n", None), ("{stop}", ""), ("Hello", ""),
+    ]  # fmt: skip
+    for end, thought in endings:
         tags = {"start": reasoning.start, "stop": reasoning.end}
         prompt = (before + end).format(**tags)
         result = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)

@@ -187,17 +187,15 @@ def test_templates_decide_as_for_plain_text(turns):
     assert control == ends * len(turns)
 
 
-BESIDE = (  # as DeepSeek's templates: a control token right beside what is left of an answer
-    "{% for m in messages %}{% set content = m.content %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "{{ '<|im_start|>' + content + '<|im_end|>' }}{% endfor %}"
-)
-
-
 @pytest.mark.parametrize("piece", [".split('</think>')[-1]", ".split('</think>')[-1] | trim"])
 def test_what_a_template_writes_beside_a_piece_is_its_own(piece):
+    beside = (  # as DeepSeek's templates: a control token right beside what is left of an answer
+        "{% for m in messages %}{% set content = m.content %}{% if '</think>' in content %}"
+        "{% set content = content.split('</think>')[-1] %}{% endif %}"
+        "{{ '<|im_start|>' + content + '<|im_end|>' }}{% endfor %}"
+    )
     tokenizer = rounds_tokenizer()
-    tokenizer.template = ChatTemplate(BESIDE.replace(".split('</think>')[-1]", piece))
+    tokenizer.template = ChatTemplate(beside.replace(".split('</think>')[-1]", piece))
     for content in ("why</think>so", "why</think>\n\nso", "why</think>"):
         messages = [{"role": "assistant", "content": content}]
         expected = tokenizer.encode(tokenizer.template.render(messages), parse_special=True)

@@ -37,12 +37,9 @@ def test_empty_texts_and_other_files():
     tokenizer = tokenizer_with(tokens=[*_MARKS[1], "<file_sep>"])
     tokens = fim_tokens(tokenizer)
     assert tokens.prompt_ids(tokenizer, "", "", files=[("a.py", "A<file_sep>")]) == [
-        tokenizer.piece_to_id("<file_sep>"),
-        *tokenizer.encode_plain("a.py\nA<file_sep>\n"),
-        tokens.prefix,
-        tokens.suffix,
-        tokens.middle,
-    ]
+        tokenizer.piece_to_id("<file_sep>"), *tokenizer.encode_plain("a.py\nA<file_sep>\n"),
+        tokens.prefix, tokens.suffix, tokens.middle,
+    ]  # fmt: skip
 
 
 def test_models_without_such_tokens():

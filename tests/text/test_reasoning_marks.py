@@ -24,16 +24,14 @@ def template(before: str, after: str) -> ChatTemplate:
     return ChatTemplate(source(before, after))
 
 
-UNKNOWN = [
-    ("<thought>\n", "\n</thought>\n\n", ("<thought>", "</thought>")),
-    ("<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
-    ("[REASON]", "[/REASON]", ("[REASON]", "[/REASON]")),
-    ("<a><b>", "</b></a>", ("<b>", "</b>")),
-]
-
-
 def test_unknown_marks_are_read_off_the_template() -> None:
-    for before, after, marks in UNKNOWN:
+    unknown = [
+        ("<thought>\n", "\n</thought>\n\n", ("<thought>", "</thought>")),
+        ("<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")),
+        ("[REASON]", "[/REASON]", ("[REASON]", "[/REASON]")),
+        ("<a><b>", "</b></a>", ("<b>", "</b>")),
+    ]
+    for before, after, marks in unknown:
         assert written_marks(template(before, after)) == ReasoningFormat(*marks)
 
 

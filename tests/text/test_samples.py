@@ -44,13 +44,11 @@ def test_the_process_renders_what_is_rendered_here(name):
     assert samples_of(template) == rendered_samples(template)
 
 
-LATER = "{% if messages|length > 40 %}" + HOSTILE["nested loops"] + "{% endif %}fine"
-
-
 def test_a_template_that_loops_for_some_messages_is_stopped(monkeypatch):
+    later = "{% if messages|length > 40 %}" + HOSTILE["nested loops"] + "{% endif %}fine"
     monkeypatch.setattr(environment, "MAX_LOOP_S", 0.2)
     tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
-    tokenizer.template = ChatTemplate(LATER)
+    tokenizer.template = ChatTemplate(later)
     assert encode_chat(tokenizer, HI)
     with pytest.raises(TemplateError, match="chat template was stopped: its loops took"):
         encode_chat(tokenizer, HI * 41)

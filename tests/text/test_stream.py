@@ -14,6 +14,7 @@ from mlxinfer.text.tokenizer import load_backend
 THINK = ReasoningFormat("<think>", "</think>")
 HARMONY = ReasoningFormat("", "", harmony=True)
 MARKS = HARMONY.marks
+parts = st.sampled_from([*MARKS, "analysis", "final", " to=f", "commentary", "a", " ", "<|", "to"])
 
 
 def run(stream, ids, cuts=()):
@@ -99,23 +100,21 @@ def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
     assert run(after, ids)[0] == "a b c d e"
 
 
-THOUGHTS = [
-    ("<think>\nhm\n</think>\n\nyes", ("yes", "hm")),
-    ("<think></think>yes", ("yes", "")),
-    ("\n<think>hm</think>yes", ("yes", "hm")),
-    ("yes <think>hm</think>", ("yes <think>hm</think>", "")),
-    ("<think>a</think>b<think>c</think>", ("b<think>c</think>", "a")),
-    ("<think>endless", ("", "endless")),
-    ("<think>half</thi", ("", "half</thi")),
-    ("<thi", ("<thi", "")),
-    ("  plain ", ("  plain ", "")),
-    ("<think>a\n\n b\n</think>  c  ", ("c  ", "a\n\n b")),
-    ("", ("", "")),
-]
-
-
 def test_reasoning_between_tags() -> None:
-    for text, expected in THOUGHTS:
+    thoughts = [
+        ("<think>\nhm\n</think>\n\nyes", ("yes", "hm")),
+        ("<think></think>yes", ("yes", "")),
+        ("\n<think>hm</think>yes", ("yes", "hm")),
+        ("yes <think>hm</think>", ("yes <think>hm</think>", "")),
+        ("<think>a</think>b<think>c</think>", ("b<think>c</think>", "a")),
+        ("<think>endless", ("", "endless")),
+        ("<think>half</thi", ("", "half</thi")),
+        ("<thi", ("<thi", "")),
+        ("  plain ", ("  plain ", "")),
+        ("<think>a\n\n b\n</think>  c  ", ("c  ", "a\n\n b")),
+        ("", ("", "")),
+    ]
+    for text, expected in thoughts:
         tokenizer = load_tokenizer("bytelevel")
         assert answer(tokenizer, text, reasoning=THINK) == expected
 
@@ -197,9 +196,6 @@ def test_harmony_continues_the_header_in_the_prompt(harmony):
     )
     text = "so<|end|><|start|>assistant<|channel|>final<|message|>yes"
     assert answer(harmony, text, reasoning=HARMONY, prompt_ids=prompt) == ("yes", "so")
-
-
-parts = st.sampled_from([*MARKS, "analysis", "final", " to=f", "commentary", "a", " ", "<|", "to"])
 
 
 @pytest.mark.parametrize("format", [THINK, HARMONY], ids=["tags", "harmony"])

@@ -76,30 +76,26 @@ def test_what_are_no_messages_is_refused(messages):
         ChatTemplate("x").render(messages)
 
 
-BROKEN = [
-    *("{% if %}", "{{ '' ", "{% for x in %}", "{{ " + "(" * 50_000, "{% if 1 %}" * 200),
-    "{{ 1 / 0 }}", "{{ missing.field }}", "{{ raise_exception('refused') }}",
-    *("{% include 'other' %}", "{{ 'a' + 1 }}", "x" * (2 << 20)),
-]  # fmt: skip
-
-
 def test_a_broken_template_is_a_template_error() -> None:
-    for source in BROKEN:
+    broken = [
+        *("{% if %}", "{{ '' ", "{% for x in %}", "{{ " + "(" * 50_000, "{% if 1 %}" * 200),
+        "{{ 1 / 0 }}", "{{ missing.field }}", "{{ raise_exception('refused') }}",
+        *("{% include 'other' %}", "{{ 'a' + 1 }}", "x" * (2 << 20)),
+    ]  # fmt: skip
+    for source in broken:
         with pytest.raises(TemplateError):
             ChatTemplate(source).render(HI)
 
 
-PROBES = [
-    "{{ messages.__class__ }}", "{{ ''.__class__.__mro__ }}", "{{ (''|attr('__class__')) }}",
-    "{{ ''['__class__'] }}", "{{ raise_exception.__globals__ }}", "{{ namespace.__init__ }}",
-    "{{ strftime_now.__globals__ }}", "{{ '{0.__class__}'.format('') }}",
-    "{{ messages.append(1) }}", "{{ messages[0].update(role='x') }}",
-    "{% set ns = namespace(_x=1) %}", "{% set ns = namespace() %}{% set ns._x = 1 %}",
-]  # fmt: skip
-
-
 def test_the_sandbox_shows_no_internals() -> None:
-    for source in PROBES:
+    probes = [
+        "{{ messages.__class__ }}", "{{ ''.__class__.__mro__ }}", "{{ (''|attr('__class__')) }}",
+        "{{ ''['__class__'] }}", "{{ raise_exception.__globals__ }}", "{{ namespace.__init__ }}",
+        "{{ strftime_now.__globals__ }}", "{{ '{0.__class__}'.format('') }}",
+        "{{ messages.append(1) }}", "{{ messages[0].update(role='x') }}",
+        "{% set ns = namespace(_x=1) %}", "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    ]  # fmt: skip
+    for source in probes:
         shown = ""
         with suppress(TemplateError):
             shown = ChatTemplate(source).render(HI)

@@ -152,25 +152,23 @@ def test_a_broken_call_is_marked_and_comes_as_text():
     assert again[-1].index == 1
 
 
-NO_CALLS = [
-    ("llama", '{"name": "Grace", "age": 47}'),
-    ("llama", '{"name": "Grace", "parameters": {"age": 47}}'),
-    ("llama", "[1, 2, 3]"),
-    ("llama", 'An answer, then {"name": "now", "parameters": {}}'),
-    ("python_list", "[f(x), g(y)]"),
-    ("python_list", "[now(1)]"),
-    ("python_list", "[link](https://example.org)"),
-    ("hermes", "use <tool_call> and </tool_call>"),
-    ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>["now"]</tool_call>'),
-    ("harmony", "<|start|>assistant<|channel|>commentary to=python<|message|>print(1)<|call|>"),
-    ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
-]
-
-
 def test_what_is_no_call_is_text() -> None:
-    for name, text in NO_CALLS:
+    no_calls = [
+        ("llama", '{"name": "Grace", "age": 47}'),
+        ("llama", '{"name": "Grace", "parameters": {"age": 47}}'),
+        ("llama", "[1, 2, 3]"),
+        ("llama", 'An answer, then {"name": "now", "parameters": {}}'),
+        ("python_list", "[f(x), g(y)]"),
+        ("python_list", "[now(1)]"),
+        ("python_list", "[link](https://example.org)"),
+        ("hermes", "use <tool_call> and </tool_call>"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>["now"]</tool_call>'),
+        ("harmony", "<|start|>assistant<|channel|>commentary to=python<|message|>print(1)<|call|>"),
+        ("qwen_xml", "<tool_call>\n<function=>\n</function>\n</tool_call>"),
+    ]
+    for name, text in no_calls:
         parts = parse(name, [text])
         assert calls_of(parts) == []
         assert text_of(parts) == text
@@ -217,15 +215,15 @@ def test_ids_fit_their_conversations():
     assert all(len(i) == 9 and i.isalnum() for i in [short.new_id()] * 9)
 
 
-HOSTILE = ["<", " ", "\n", "[", "{", "a", '"', "\\", "call:", "<tool_call>", "[TOOL_CALLS]", "(("]
-
-
 @pytest.mark.alike
 @pytest.mark.parametrize("name", every(4, FORMATS))
 def test_an_endless_repetition_is_linear(name):
+    hostile = [
+        "<", " ", "\n", "[", "{", "a", '"', "\\", "call:", "<tool_call>", "[TOOL_CALLS]", "((",
+    ]  # fmt: skip
     known = FORMATS[name]
     began = time.process_time()
-    for unit in [*HOSTILE, *known.begins, (*known.begins, *known.bare)[0] + "x"]:
+    for unit in [*hostile, *known.begins, (*known.begins, *known.bare)[0] + "x"]:
         parser = ToolParser(known, BOX)
         parser.push((*known.begins, "")[0] + '{"name": "now", "arguments": {"a": "')
         for _ in range(1_500):

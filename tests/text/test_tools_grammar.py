@@ -24,6 +24,8 @@ TAGS = ("<tool_call>", "</tool_call>")  # added tokens already
 SPECIAL = tokenizer_with(tokens=[mark for mark in CONTROL if mark not in TAGS])
 TOKENIZERS = {"text": load_tokenizer("bytelevel"), "special": SPECIAL}
 GUIDES = {kind: llguidance.LLTokenizer(t.to_json()) for kind, t in TOKENIZERS.items()}
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+MARKED = [(n, w) for n, w in SAMPLES if n != "harmony" and FORMATS[n].marks[0] in CONTROL]
 
 
 def allowed(kind, grammar, text):
@@ -88,9 +90,6 @@ def test_forced_calls_come_to_an_end(name, writer):
         assert allowed("special", grammar, text) is fits
 
 
-CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
 def test_reasoning_may_come_first():
     tokenizer = TOKENIZERS["text"]
     grammar = grammar_of("forced", tokenizer, FORMATS["hermes"], BOX, reasoning=THINK)
@@ -130,14 +129,12 @@ def with_main(grammar):
     return grammar.replace("@main", '"yes"')
 
 
-HEADER = "<|start|>assistant<|channel|>{}<|message|>"
-
-
 @pytest.mark.parametrize("said", ["", "so far", "so far " * 80])
 def test_harmony_continues_in_the_channel_of_the_prompt(said):
+    header = "<|start|>assistant<|channel|>{}<|message|>"
     tokenizer, harmony = TOKENIZERS["special"], FORMATS["harmony"]
     channel = {
-        name: tokenizer.encode(HEADER.format(name) + said, parse_special=True)
+        name: tokenizer.encode(header.format(name) + said, parse_special=True)
         for name in ("analysis", "final")
     }
     reasoning = ReasoningFormat("", "", harmony=True)
@@ -174,9 +171,6 @@ def test_json_is_written_in_one_way():
     spaced = CALL.replace("{}", json.dumps({}) + " ")
     assert allowed("text", grammar, CALL)
     assert not allowed("text", grammar, spaced)
-
-
-MARKED = [(n, w) for n, w in SAMPLES if n != "harmony" and FORMATS[n].marks[0] in CONTROL]
 
 
 @pytest.mark.parametrize(("name", "writer"), MARKED, ids=[n for n, _ in MARKED])

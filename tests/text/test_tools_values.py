@@ -115,36 +115,20 @@ def test_what_is_no_literal():
         assert python_to_json(text) is None, text
 
 
-UNQUOTED = [
-    ("5", {"string"}, "5"),
-    ("5", {"integer"}, 5),
-    ("5.0", {"integer"}, 5),
-    ("5.5", {"integer"}, "5.5"),
-    ("5.5", {"number"}, 5.5),
-    ("1e3", {"number"}, 1000.0),
-    ("nan", {"number"}, "nan"),
-    ("True", {"boolean"}, True),
-    ("yes", {"boolean"}, "yes"),
-    ("null", {"string", "null"}, None),
-    ("null", {"string"}, "null"),
-    ("null", {"integer"}, None),
-    ("None", {"null", "integer"}, None),
-    ("7", {"string", "integer"}, 7),
-    ("x", {"string", "integer"}, "x"),
-    ('{"a": 1}', {"object"}, {"a": 1}),
-    ("{'a': True}", {"object"}, {"a": True}),
-    ("[1, 2", {"array"}, "[1, 2"),
-    ('"quoted"', {"string"}, '"quoted"'),
-    ("[1]", set(), [1]),
-    ("12", set(), 12),
-    ("a b", set(), "a b"),
-    ("NaN", set(), "NaN"),
-    ("9" * 500, {"integer"}, "9" * 500),
-]
-
-
 def test_unquoted_values_get_the_type_of_the_schema() -> None:
-    for text, types, expected in UNQUOTED:
+    unquoted = [
+        ("5", {"string"}, "5"), ("5", {"integer"}, 5), ("5.0", {"integer"}, 5),
+        ("5.5", {"integer"}, "5.5"), ("5.5", {"number"}, 5.5), ("1e3", {"number"}, 1000.0),
+        ("nan", {"number"}, "nan"), ("True", {"boolean"}, True), ("yes", {"boolean"}, "yes"),
+        ("null", {"string", "null"}, None), ("null", {"string"}, "null"),
+        ("null", {"integer"}, None), ("None", {"null", "integer"}, None),
+        ("7", {"string", "integer"}, 7), ("x", {"string", "integer"}, "x"),
+        ('{"a": 1}', {"object"}, {"a": 1}), ("{'a': True}", {"object"}, {"a": True}),
+        ("[1, 2", {"array"}, "[1, 2"), ('"quoted"', {"string"}, '"quoted"'), ("[1]", set(), [1]),
+        ("12", set(), 12), ("a b", set(), "a b"), ("NaN", set(), "NaN"),
+        ("9" * 500, {"integer"}, "9" * 500),
+    ]  # fmt: skip
+    for text, types, expected in unquoted:
         assert json.loads(json_of(text, frozenset(types))) == expected
 
 
@@ -153,16 +137,11 @@ def tool(parameters):
 
 
 TYPES = [
-    ({"type": "string"}, {"string"}),
-    ({"type": ["string", "null"]}, {"string", "null"}),
+    ({"type": "string"}, {"string"}), ({"type": ["string", "null"]}, {"string", "null"}),
     ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/name"}]}, {"integer", "string"}),
-    ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
-    ({"const": True}, {"boolean"}),
-    ({"$ref": "#/$defs/loop"}, set()),
-    ({"$ref": "elsewhere"}, set()),
-    ({}, set()),
-    (True, set()),
-]
+    ({"enum": ["a", 1, None]}, {"string", "integer", "null"}), ({"const": True}, {"boolean"}),
+    ({"$ref": "#/$defs/loop"}, set()), ({"$ref": "elsewhere"}, set()), ({}, set()), (True, set()),
+]  # fmt: skip
 
 
 def test_types_of_a_schema() -> None:
@@ -180,38 +159,24 @@ def test_a_schema_that_refers_to_itself_many_times():
     assert time.process_time() - began < 1
 
 
-NO_TOOLS = [
-    ["f"],
-    [{"type": "web_search"}],
-    [{"type": "function", "function": {}}],
-    [{"type": "function", "function": "f"}],
-    [{"name": "f g"}],
-    [{"name": ""}],
-    [{"name": "f", "parameters": []}],
-    [{"name": "f"}, {"name": "f"}],
-]
-
-
 def test_tools_that_are_none() -> None:
-    for tools in NO_TOOLS:
+    no_tools = [
+        ["f"], [{"type": "web_search"}], [{"type": "function", "function": {}}],
+        [{"type": "function", "function": "f"}], [{"name": "f g"}], [{"name": ""}],
+        [{"name": "f", "parameters": []}], [{"name": "f"}, {"name": "f"}],
+    ]  # fmt: skip
+    for tools in no_tools:
         with pytest.raises(InvalidRequestError):
             Toolbox.of(tools)
 
 
-MENDED = [
-    (r'"\ud83d"', "\ufffd"),
-    (r'"\ude00"', "\ufffd"),
-    (r'"\ud83d\ude00"', "\U0001f600"),
-    (r'"\ud83d\ud83d\ude00!"', "\ufffd\U0001f600!"),
-    (r'"\ud83d\n"', "\ufffd\n"),
-    (r'"\ud83dx\u00e9"', "\ufffdx\u00e9"),
-    ("1e999", "1e999"),
-    ("-1e999", "-1e999"),
-]
-
-
 def test_what_nothing_can_encode_is_mended() -> None:
-    for text, said in MENDED:
+    mended = [
+        (r'"\ud83d"', "\ufffd"), (r'"\ude00"', "\ufffd"), (r'"\ud83d\ude00"', "\U0001f600"),
+        (r'"\ud83d\ud83d\ude00!"', "\ufffd\U0001f600!"), (r'"\ud83d\n"', "\ufffd\n"),
+        (r'"\ud83dx\u00e9"', "\ufffdx\u00e9"), ("1e999", "1e999"), ("-1e999", "-1e999"),
+    ]  # fmt: skip
+    for text, said in mended:
         assert read_json(text) == (said, "")
         assert json.loads(json_of(text, frozenset())) == said
         listed = json.loads(json_of(f"[{text}]", frozenset({"array"})))

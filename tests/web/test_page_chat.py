@@ -395,7 +395,6 @@ def test_an_answer_goes_on_after_a_lost_connection(page: PageDriver) -> None:
     page.ask("Count")
     page.wait_for_answer("One")
     loop, state = page.server.server._loop, page.server.server.server_state
-    assert loop is not None
     loop.call_soon_threadsafe(lambda: [c.transport.abort() for c in list(state.connections)])
     script.go_on.set()
     page.wait_for_answer("One two three four five", whole=True)

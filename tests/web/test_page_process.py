@@ -29,7 +29,6 @@ def test_messages_survive_a_kill_of_the_server_and_are_in_no_log(tmp_path: Path)
         text=True,
         env={**os.environ, "MLXINFER_HISTORY": str(place)},
     ) as process:
-        assert process.stderr is not None
         match = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
         assert match
         message = {"conversation": "a-conversation", "id": "a-message", "role": "user"}

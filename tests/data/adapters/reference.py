@@ -12,12 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 CASES = {
-    "lora": "qwen3-v4",
-    "rslora": "qwen3-v4",
-    "dora": "qwen3-v4",
-    "patterns": "llama-v4",
+    "lora": "qwen3-v4", "rslora": "qwen3-v4", "dora": "qwen3-v4", "patterns": "llama-v4",
     "experts": "qwen3_moe-v4",
-}
+}  # fmt: skip
 root = Path(sys.argv[1])
 prompt = np.random.default_rng(5).integers(3, 96, 24).tolist()
 for name, case in CASES.items():

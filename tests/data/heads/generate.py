@@ -41,12 +41,9 @@ from speculation.head_names import (  # noqa: E402
 SLIDING = "sliding_attention"
 TABLES = ("embed_tokens.weight", "embeddings.weight", "lm_head.weight")
 LAYER_TYPES = {
-    "exaone4": (SLIDING, "dense"),
-    "exaone_moe": (SLIDING, "dense"),
-    "mellum": (SLIDING, "sparse"),
-    "step3p5": (SLIDING, "sparse"),
-    "mimo_v2_flash": (SLIDING, "dense"),
-}
+    "exaone4": (SLIDING, "dense"), "exaone_moe": (SLIDING, "dense"), "mellum": (SLIDING, "sparse"),
+    "step3p5": (SLIDING, "sparse"), "mimo_v2_flash": (SLIDING, "dense"),
+}  # fmt: skip
 
 
 def reference(case: str, folder: Path) -> np.ndarray:

@@ -42,15 +42,11 @@ class Theirs:
     def __init__(self, name: str, settings: dict) -> None:
         self.name, self.settings = name, settings
         made = {
-            "qwen2_vl": Qwen2VLImageProcessorPil,
-            "qwen3_vl": Qwen2VLImageProcessorPil,
-            "gemma3": Gemma3ImageProcessorPil,
-            "gemma4": Gemma4ImageProcessorPil,
-            "gemma4_unified": Gemma4UnifiedImageProcessor,
-            "lfm2_vl": Lfm2VlImageProcessor,
-            "pixtral": PixtralImageProcessorPil,
-            "mistral3": PixtralImageProcessorPil,
-        }[name]
+            "qwen2_vl": Qwen2VLImageProcessorPil, "qwen3_vl": Qwen2VLImageProcessorPil,
+            "gemma3": Gemma3ImageProcessorPil, "gemma4": Gemma4ImageProcessorPil,
+            "gemma4_unified": Gemma4UnifiedImageProcessor, "lfm2_vl": Lfm2VlImageProcessor,
+            "pixtral": PixtralImageProcessorPil, "mistral3": PixtralImageProcessorPil,
+        }[name]  # fmt: skip
         self.processor = made(**settings)
 
     def rows(self, image: Image.Image) -> tuple[np.ndarray, list, int]:

@@ -5,12 +5,9 @@ from typing import Any
 
 WINDOW = 8
 YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
     "beta_slow": 1.0,
-}
+}  # fmt: skip
 SCALINGS = ({"rope_type": "linear", "factor": 4.0}, YARN)
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 LONGROPE = {  # of 8 rotary numbers, for texts that are shorter than the original context

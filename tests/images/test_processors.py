@@ -55,7 +55,7 @@ def test_sizes_and_counts_of_500_pictures_are_those_of_transformers(
     grids, features = (references()[f"{name}.{what}"] for what in ("grids", "features"))
     monkeypatch.setattr(type(processor), "picture", lambda self, tiles, *_, **__: tiles)
     monkeypatch.setattr("mlxinfer.images.pixels.ColourScale.table", _flat)
-    for module in ("qwen", "gemma", "pixtral", "lfm2"):
+    for module in ("qwen", "gemma", "own_size", "lfm2"):
         monkeypatch.setattr(f"mlxinfer.images.{module}.resized", _unfilled)
         for layout in ("colours_first", "colours_last"):
             monkeypatch.setattr(f"mlxinfer.images.{module}.{layout}", _no_rows, raising=False)

@@ -13,7 +13,7 @@ from mlxinfer.errors import InvalidRequestError
 
 WHOLE = {
     "inkling2_loop_text-v5": "sums of earlier blocks",
-    "deepseek_v4-v4": "entries",
+    "deepseek_v4-v4": "compressed vectors",
     "gemma3n_text-v4": "inputs and keys",
 }
 

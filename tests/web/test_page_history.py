@@ -128,6 +128,26 @@ def test_an_answer_that_ends_before_another_tab_follows_it_is_shown_there(page: 
     page.wait_for_answer("Seen by both.", whole=True)
 
 
+def test_a_message_right_after_new_chat_goes_to_the_new_chat(page: PageDriver) -> None:
+    page.answered("Old")
+    page.page.evaluate("""async () => {
+        const field = document.getElementById("question");
+        const drawn = async () => { for (let turn = 0; turn < 9; turn++) await null; };
+        document.querySelector("button.new").click(); // no event of the browser comes in between
+        await drawn();
+        field.value = "New";
+        field.dispatchEvent(new InputEvent("input", { bubbles: true }));
+        await drawn();
+        field.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+    }""")
+    page.page.locator(".bubble", has_text="New").wait_for()
+    page.wait_idle()
+    assert page.texts(".bubble") == ["New"]
+    page.page.go_back()
+    page.page.locator(".bubble", has_text="Old").wait_for()
+    assert page.texts(".bubble") == ["Old"]
+
+
 def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver) -> None:
     page.server.script.says("Slowly", " it comes.")
     page.ask("Background")

@@ -58,6 +58,7 @@ function onKey(event) {
     requestAnimationFrame(() => document.getElementById("search")?.focus());
   } else if (command && event.shiftKey && event.key.toLowerCase() === "o") {
     newChat();
+    sidebarOpen.value = false;
   } else if (event.altKey && ["1", "2", "3"].includes(event.key)) {
     location.hash = [address.value, "models", "dashboard"][event.key - 1];
   } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {

@@ -38,9 +38,11 @@ function rename(hash) {
   history.replaceState(null, "", location.pathname + location.search + (hash === "#" ? "" : hash));
 }
 
+// Shows it at once, where a new hash would be told of later: what is typed in between would go to the old chat.
 export function newChat() {
-  if (!conversation.value.stored) startNew();
-  location.hash = ""; // a stored one is left by its address, so that Back leads to it
+  if (location.hash) history.pushState(null, "", location.pathname + location.search); // Back leads to the old chat
+  place.value = "chat";
+  startNew();
   document.getElementById("question")?.focus();
 }
 

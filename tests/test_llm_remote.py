@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent / "server"))
 
 from lazy_server import LazyServer
 from live_server import LONG_TOKENS, LiveServer
-from scripted import ScriptedServer
+from scripted import TEMPLATE, ScriptedServer, teach
 
 from mlxinfer import (
     LLM,
@@ -37,6 +37,7 @@ from mlxinfer.remote.answer import RemoteAnswer
 from mlxinfer.remote.session import KEEP_ALIVE, connect
 from mlxinfer.server.http import DONE, data
 from mlxinfer.server.keys import ApiKeys
+from mlxinfer.session.inputs import TextInput
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
@@ -102,6 +103,20 @@ def answer_of(result: Result) -> tuple[Any, ...]:
 )
 def test_answers_are_those_of_the_model_here(llm: LLM, here: LLM, ask: Any) -> None:
     assert answer_of(ask(llm)) == answer_of(ask(here))
+
+
+@pytest.mark.parametrize("limit", [None, 6])
+def test_reasoning_of_a_text_is_split_off_as_by_the_server_itself(limit: int | None) -> None:
+    """`mlxinfer run --raw` asks a server that has the model: its budget and parts hold there."""
+    with LiveServer() as server, LLM(server.url) as there:
+        teach(server.model, TEMPLATE)
+        params = SamplingParams(max_tokens=20, ignore_eos=True, max_reasoning_tokens=limit)
+        prompt = "<|im_start|>assistant\n<think>\n"
+        expected = server.model.session.start(TextInput(prompt=prompt, params=params)).results()[0]
+        result = there.generate(prompt, params)
+        assert answer_of(result) == answer_of(expected)
+        assert result.reasoning
+        assert bool(result.text) == (limit is not None)
 
 
 def test_batches_and_streams(llm: LLM, here: LLM) -> None:

@@ -82,9 +82,10 @@ class RemoteRequests:
             check_sequence(prompt)
             prompt = [as_int(token_id) for token_id in prompt]
         values = _values(given, given.params or SamplingParams())
-        if values.pop("max_reasoning_tokens") is not None:
-            raise _refused("max_reasoning_tokens", "the continuation of a text has no reasoning")
-        body = {"prompt": prompt, **_sampling(values)}
+        limit = values.pop("max_reasoning_tokens")
+        body = {"prompt": prompt, "reasoning_format": "deepseek", **_sampling(values)}
+        if limit is not None:
+            body["thinking_budget_tokens"] = limit
         if given.suffix:
             body["suffix"] = given.suffix
         return "/v1/completions", body

@@ -64,6 +64,22 @@ def test_reasoning_is_closed_at_its_budget(stream: bool) -> None:
         assert said["content"]
 
 
+def test_a_completion_splits_reasoning_off_if_asked() -> None:
+    with LiveServer() as server:
+        teach(server.model, TEMPLATE)
+        body = {"model": "demo", "prompt": "<think>\n", "max_tokens": 20, "ignore_eos": True}
+        split = {**body, "reasoning_format": "deepseek", "thinking_budget_tokens": 6}
+        choice = server.post(COMPLETIONS, split).json()["choices"][0]
+        assert choice["reasoning_content"]
+        assert choice["text"]
+        plain = server.post(COMPLETIONS, body).json()["choices"][0]
+        assert plain["text"]
+        assert "reasoning_content" not in plain
+        del split["reasoning_format"]
+        refused = server.post(COMPLETIONS, split)
+        assert refused.json()["error"]["param"] == "thinking_budget_tokens"
+
+
 def test_prompts_with_different_salts_share_no_cache(server: LiveServer) -> None:
     def cached(salt: str | None) -> int:
         body = chat("salted pages of keys and values " * 20, cache_salt=salt)

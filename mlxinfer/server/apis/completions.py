@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -20,20 +20,29 @@ from .usage import FINGERPRINT, LogprobsWriter, progress_of, reuse_details, timi
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
 MAX_ANSWERS = 1024  # prompts times n
-_NO_REASONING = dict.fromkeys(BUDGETS, (-1,))  # a plain text has no reasoning to be bounded
+_NO_BUDGET = dict.fromkeys(set(BUDGETS) - {"thinking_budget_tokens"}, (-1,))
 
 
 class CompletionRequest(ConstraintFields, kw_only=True):
     """Texts or token ids to be continued."""
 
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, **_NO_REASONING}
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, **_NO_BUDGET}
 
     prompt: Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # the text after the gap that the model fills
+    # Of llama.cpp: "deepseek" splits reasoning off the text; only then can it be bounded.
+    reasoning_format: Literal["none", "deepseek"] | None = None
+    thinking_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None
+
+    @property
+    def reasons(self) -> bool:
+        return self.reasoning_format == "deepseek"
 
     def resolve(self) -> None:
+        if not self.reasons:
+            refuse("thinking_budget_tokens", self.thinking_budget_tokens, (-1,))
         if self.suffix:
             refuse("echo", self.echo, (False,))
         if self.max_tokens == 0 and not self.echo:
@@ -55,8 +64,14 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
         )
     if body.suffix and not all(isinstance(prompt, str) for prompt in prompts.values()):
         raise InvalidRequestError.of("suffix", "goes with a prompt of texts.")
+    budget = body.thinking_budget_tokens
     params = sampling_params(
-        body, model, max_tokens=body.num_tokens, stop=body.stops, logprobs=body.logprobs
+        body,
+        model,
+        max_tokens=body.num_tokens,
+        stop=body.stops,
+        logprobs=body.logprobs,
+        max_reasoning_tokens=None if budget == UNLIMITED else budget,
     )
     form = constraint(body)
     return [
@@ -69,7 +84,7 @@ def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
             cache_salt=body.cache_salt,
             id_slot=body.id_slot,
             prompt_logprobs=body.logprobs if body.echo else None,
-            reasons=False,
+            reasons=body.reasons,
             reports_prompt=body.wants_progress,
             place=place,
         )
@@ -114,17 +129,18 @@ class ChoiceWriter:
     def write(self, step: AnswerStep) -> list[Plain]:
         """The pieces of a step: none while its text is held back, two where the answer ends."""
         index, delta, body = step.index, step.delta, self._body
-        text = self._begin()
+        text, reasoning = self._begin(), ""
         if not self.silent:
-            text += delta.text
+            text, reasoning = text + delta.text, delta.reasoning
             if self._logprobs is not None and delta.token_ids and step.logprobs:
                 self._logprobs.add(delta.token_ids[0], step.logprobs)
         logprobs = self._logprobs.take() if self._logprobs else None
         ids = list(delta.token_ids) if body.return_token_ids and not self.silent else []
         pieces = []
-        if text or ids or (logprobs is not None and logprobs["tokens"]):
+        if text or reasoning or ids or (logprobs is not None and logprobs["tokens"]):
             piece = _choice(text, index, logprobs=logprobs)
-            pieces.append({**piece, "token_ids": ids} if ids else piece)
+            rest = {"token_ids": ids, "reasoning_content": reasoning}
+            pieces.append({**piece, **{name: value for name, value in rest.items() if value}})
         if delta.result is not None:
             reason = FinishReason.LENGTH if self.silent else delta.result.finish_reason
             last = _choice("", index, reason=str(reason))
@@ -217,6 +233,8 @@ def merged(pieces: Sequence[Plain]) -> Plain:
             for name in scored[0]
         }
     ids = [i for piece in pieces for i in piece.get("token_ids", ())]
-    last = {key: value for key, value in pieces[-1].items() if key != "token_ids"}
     text = "".join([piece["text"] for piece in pieces])
-    return {**last, "text": text, "logprobs": whole, **({"token_ids": ids} if ids else {})}
+    reasoning = "".join([piece.get("reasoning_content", "") for piece in pieces])
+    rest = {"token_ids": ids, "reasoning_content": reasoning}
+    known = {name: value for name, value in rest.items() if value}
+    return {**pieces[-1], "text": text, "logprobs": whole, **known}

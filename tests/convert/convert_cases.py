@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
@@ -20,6 +21,7 @@ from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
 from mlxinfer.convert.verify import Progress
+from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
 
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 5
@@ -115,6 +117,24 @@ def dequantised(packed: Packed, info: SourceTensor) -> np.ndarray:
         parts = [packed.weight, *(p.astype(mx.float32) for p in (packed.scales, packed.biases))]
     how = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
     return np.array(mx.dequantize(*parts, **how, dtype=mx.float32))
+
+
+def check_values(source: SourceModel, name: str, expected: np.ndarray, *, codes: bool) -> None:
+    """A matrix is read as these numbers: whole, in part, and by MLX from its codes if it has any.
+
+    They are compared in the dtype of `expected`.
+    """
+    for rows in (slice(None), slice(len(expected) // 3, len(expected) * 3 // 4)):
+        read = np.array(source.read(name, rows).astype(mx.float32))
+        assert np.array_equal(read.astype(expected.dtype), expected[rows])
+    info = source.tensors[name]
+    assert (info.lossless is not None) == codes
+    if codes:
+        values = dequantised(source.read_packed(name), info)
+        assert np.array_equal(values.astype(expected.dtype), expected)
+    else:
+        with pytest.raises(CheckpointError, match="values"):
+            source.read_packed(name)
 
 
 def opened(

@@ -4,7 +4,9 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -21,6 +23,16 @@ from mlxinfer.errors import CheckpointError, ConversionError, InvalidRequestErro
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_source(tmp_path / "source")
+
+
+@pytest.fixture
+def work(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a conversion of `source` to `out` that was interrupted."""
+    with monkeypatch.context() as patch:
+        fill_disk_after(patch, 10)
+        with pytest.raises(ConversionError, match="disk is full"):
+            convert(source, tmp_path / "out")
+    return tmp_path / "out.partial"
 
 
 def test_a_target_that_exists_is_left_alone(source: Path, tmp_path: Path) -> None:
@@ -80,13 +92,12 @@ def test_the_work_needs_a_folder(source: Path, tmp_path: Path, kind: str) -> Non
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_files_of_others_stay(source: Path, tmp_path: Path, monkeypatch, resume: bool) -> None:
-    interrupted(source, tmp_path / "out", monkeypatch)
-    (tmp_path / "out.partial" / "notes").mkdir()
-    (tmp_path / "out.partial" / "notes" / "diary.txt").write_text("dear diary")
-    convert(source, tmp_path / "out", run={"resume": resume, "restart": not resume})
-    assert contents(tmp_path / "out.partial") == {"notes/diary.txt": b"dear diary"}
+@pytest.mark.parametrize("way", ["resume", "restart"])
+def test_files_of_others_stay(source: Path, tmp_path: Path, work: Path, way: str) -> None:
+    (work / "notes").mkdir()
+    (work / "notes" / "diary.txt").write_text("dear diary")
+    convert(source, tmp_path / "out", run={way: True})
+    assert contents(work) == {"notes/diary.txt": b"dear diary"}
 
 
 @pytest.mark.parametrize("out", [".", "/", ""])
@@ -112,25 +123,25 @@ def test_no_room_is_seen_before_the_writing(source: Path, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
 def test_a_read_only_disk(source: Path, tmp_path: Path, monkeypatch, code: int) -> None:
-    def refuse(*args, **kwargs):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(os, "mkdir", failing(code))
     with pytest.raises(ConversionError, match="cannot be written"):
         convert(source, tmp_path / "out")
 
 
-def fill_disk_after(monkeypatch, writes: int) -> None:
-    right, calls = os.pwrite, 0
+def failing(code: int, right: Callable[..., object] | None = None, after: int = 0) -> Any:
+    """A function of the system that works `after` times, and then fails with a code of errno."""
+    calls = count()
 
-    def full(*args):
-        nonlocal calls
-        calls += 1
-        if calls > writes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def call(*args: object) -> object:
+        if next(calls) >= after:
+            raise OSError(code, os.strerror(code))
         return right(*args)
 
-    monkeypatch.setattr(os, "pwrite", full)
+    return call
+
+
+def fill_disk_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC, os.pwrite, writes))
 
 
 @pytest.mark.alike
@@ -160,81 +171,61 @@ def test_a_full_disk_costs_nothing_that_is_written(
 def test_a_full_disk_for_logits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr("mlxinfer.convert.calibration.logits._logits_of", full)
+        patch.setattr("mlxinfer.convert.calibration.logits._logits_of", failing(errno.ENOSPC))
         with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
             convert(source, tmp_path / "out", check_text=TEXT, compares=True)
     assert not list((tmp_path / "out.partial").glob("*.logits"))
 
 
-def interrupted(source: Path, out: Path, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        fill_disk_after(patch, 10)
-        with pytest.raises(ConversionError, match="disk is full"):
-            convert(source, out)
-
-
 def test_an_interrupted_conversion_is_not_thrown_away_unasked(
-    source: Path, tmp_path: Path, monkeypatch
+    source: Path, tmp_path: Path, work: Path
 ) -> None:
-    interrupted(source, tmp_path / "out", monkeypatch)
-    before = contents(tmp_path / "out.partial")
+    before = contents(work)
     with pytest.raises(ConversionError, match=r"--resume continues it,\s+--restart"):
         convert(source, tmp_path / "out")
-    assert contents(tmp_path / "out.partial") == before
+    assert contents(work) == before
     convert(source, tmp_path / "out", run={"restart": True})
 
 
 @pytest.mark.parametrize("journal", [True, False])
 def test_beginning_anew_is_free_to_choose_other_options(
-    source: Path, tmp_path: Path, monkeypatch, journal: bool
+    source: Path, tmp_path: Path, work: Path, journal: bool
 ) -> None:
     """The old plan goes with the journal, however it went."""
-    interrupted(source, tmp_path / "out", monkeypatch)
     if not journal:
-        (tmp_path / "out.partial" / "journal.jsonl").unlink()
+        (work / "journal.jsonl").unlink()
     convert(source, tmp_path / "out", "8bit", run={"restart": journal})
     convert(source, tmp_path / "undisturbed", "8bit")
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
-STARTED = b'{"version": 3}\n'
-
-
 @pytest.mark.alike
 @pytest.mark.parametrize(
-    "line",
+    ("line", "begun"),
     [
-        *(b"[1]\n", b"null\n", b"{}\n", bytes(50) + b"\n", b"\xff\n", b"[" * 99_999 + b"\n"),
-        STARTED + b"[1]\n",
-        STARTED + b'{"shard": "model.safetensors"}\n',
-        STARTED + b'{"shard": "model.safetensors", "checked": [1]}\n',
-        STARTED + b'{"formats": {"a": "9bits"}}\n',
-        STARTED + b'{"formats": ["a"]}\n',
-        STARTED + b'{"tensor": ["a"]}\n',
+        *((line, False) for line in (b"[1]", b"null", b"{}", bytes(50), b"\xff", b"[" * 99_999)),
+        (b"[1]", True),
+        (b'{"shard": "model.safetensors"}', True),
+        (b'{"shard": "model.safetensors", "checked": [1]}', True),
+        (b'{"formats": {"a": "9bits"}}', True),
+        (b'{"formats": ["a"]}', True),
+        (b'{"tensor": ["a"]}', True),
+        (b'{"tensor": "model.norm.weight", "error": {}}', True),
+        (b'{"tensor": "model.norm.weight", "error": {"a": 1}, "checksums": []}', True),
     ],
 )
-def test_a_damaged_journal(source: Path, tmp_path: Path, monkeypatch, line: bytes) -> None:
-    interrupted(source, tmp_path / "out", monkeypatch)
-    journal = tmp_path / "out.partial" / "journal.jsonl"
-    journal.write_bytes(line)
+def test_a_damaged_journal_is_named_and_kept(
+    source: Path, tmp_path: Path, work: Path, line: bytes, begun: bool
+) -> None:
+    journal = work / "journal.jsonl"
+    damaged = (journal.read_bytes() if begun else b"") + line + b"\n"
+    journal.write_bytes(damaged)
     with pytest.raises(ConversionError, match=r"journal\.jsonl is damaged, .* use --restart"):
         convert(source, tmp_path / "out", run={"resume": True})
-    assert journal.read_bytes() == line
-    if line.startswith(STARTED):  # what is there before a restart is not read
+    assert journal.read_bytes().startswith(damaged)
+    if begun:  # what is there before a restart is not read
         convert(source, tmp_path / "out", run={"restart": True})
-
-
-@pytest.mark.parametrize("entry", ['"error": {}', '"error": {"a": 1}, "checksums": []'])
-def test_a_damaged_journal_entry(source: Path, tmp_path: Path, monkeypatch, entry: str) -> None:
-    interrupted(source, tmp_path / "out", monkeypatch)
-    with (tmp_path / "out.partial" / "journal.jsonl").open("a") as journal:
-        journal.write(f'{{"tensor": "model.norm.weight", {entry}}}\n')
-    with pytest.raises(ConversionError, match=r"journal\.jsonl is damaged"):
-        convert(source, tmp_path / "out", run={"resume": True})
 
 
 @pytest.mark.ci
@@ -259,18 +250,9 @@ def test_damaged_logits(source: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     convert(source, tmp_path / "out", **options, run={"restart": True})
 
 
-def test_other_options_do_not_go_on(source: Path, tmp_path: Path, monkeypatch) -> None:
-    interrupted(source, tmp_path / "out", monkeypatch)
+def test_other_options_do_not_go_on(source: Path, tmp_path: Path, work: Path) -> None:
     with pytest.raises(ConversionError, match=r"other options \(recipe: 4bit-g32, now 8bit"):
         convert(source, tmp_path / "out", "8bit", run={"resume": True})
-
-
-def test_a_source_that_changed_does_not_go_on(source: Path, tmp_path: Path, monkeypatch) -> None:
-    interrupted(source, tmp_path / "out", monkeypatch)
-    shutil.rmtree(source)
-    write_source(source, "llama-v4")
-    with pytest.raises(ConversionError, match=r"source has changed.*--restart"):
-        convert(source, tmp_path / "out", run={"resume": True})
 
 
 def test_two_at_once(source: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import dequantised
+from convert_cases import check_values
 from convert_cases import opened as opened_module
 from oracles.checkpoints import bf16, f16, from_bf16, i32, write_folder
 from oracles.integers import (
@@ -65,11 +65,7 @@ def test_awq_equals_its_kernel(tmp_path: Path, stated: Any, layout: Any, group_s
     expected = awq_values(codes, zeros, scales)
     info = source.tensors[NAME]
     assert (info.shape, info.stored) == ((OUT, IN), f"AWQ int4 g{group_size}")
-    assert np.array_equal(np.array(source.read(NAME)).astype(np.float16), expected)
-    some = np.array(source.read(NAME, slice(3, 21)))
-    assert np.array_equal(some.astype(np.float16), expected[3:21])
-    values = dequantised(source.read_packed(NAME), info)
-    assert np.array_equal(values.astype(np.float16), expected)
+    check_values(source, NAME, expected, codes=True)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +106,9 @@ def test_gptq_in_order_keeps_its_codes(tmp_path: Path, bits: int, version: int) 
     expected = gptq_values(codes, zeros, scales, group_of)
     info = source.tensors[NAME]
     assert (info.shape, info.stored) == ((OUT, IN), f"GPTQ int{bits} g64")
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert np.array_equal(np.array(source.read(NAME, slice(5, 9))), expected[5:9])
-    packed = source.read_packed(NAME)
-    assert np.array_equal(np.array(packed.weight), leaves["qweight"][1].view(np.uint32).T)
-    assert np.array_equal(dequantised(packed, info), expected)
+    check_values(source, NAME, expected, codes=True)
+    stored = leaves["qweight"][1].view(np.uint32).T
+    assert np.array_equal(np.array(source.read_packed(NAME).weight), stored)
 
 
 @pytest.mark.parametrize(("group_size", "ours"), [(-1, 128), (256, 128), (32, 32)])
@@ -123,10 +117,8 @@ def test_large_groups_become_several(tmp_path: Path, group_size: int, ours: int)
     group_of = np.arange(IN) // (IN if group_size == -1 else group_size)
     leaves = gptq(codes, zeros, scales, group_of, 4, 1)
     source = opened(tmp_path, leaves, gptq_config(4, group_size))
-    info = source.tensors[NAME]
-    assert info.lossless.group_size == ours
-    expected = gptq_values(codes, zeros, scales, group_of)
-    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+    assert source.tensors[NAME].lossless.group_size == ours
+    check_values(source, NAME, gptq_values(codes, zeros, scales, group_of), codes=True)
 
 
 def test_symmetric_gptq_is_exact_in_float16(tmp_path: Path) -> None:
@@ -144,20 +136,23 @@ def test_real_act_order_has_values_only(tmp_path: Path, bits: int) -> None:
     group_of = np.random.default_rng(1).permutation(np.arange(IN) // 64)
     leaves = gptq(codes, zeros, scales, group_of, bits, 1)
     source = opened(tmp_path, leaves, gptq_config(bits, 64, desc_act=True))
-    info = source.tensors[NAME]
-    assert info.lossless is None
-    assert "act-order" in info.stored
-    expected = gptq_values(codes, zeros, scales, group_of)
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert np.array_equal(np.array(source.read(NAME, slice(60, 64))), expected[60:])
-    with pytest.raises(CheckpointError, match="values"):
-        source.read_packed(NAME)
+    assert "act-order" in source.tensors[NAME].stored
+    check_values(source, NAME, gptq_values(codes, zeros, scales, group_of), codes=False)
 
 
-def test_an_index_of_groups_is_checked(tmp_path: Path) -> None:
-    leaves = gptq(*numbers(4, 64), np.full(IN, 4), 4, 1)
-    source = opened(tmp_path, leaves, gptq_config(4, 64))
-    with pytest.raises(CheckpointError, match="g_idx"):
+@pytest.mark.parametrize(
+    ("group_of", "stated", "words"),
+    [
+        (np.full(IN, 4), {}, "g_idx"),
+        (np.arange(IN) // 64, {"sym": True}, "symmetric"),  # with other zeros
+    ],
+)
+def test_codes_that_contradict_what_is_said_of_them_are_refused(
+    tmp_path: Path, group_of: np.ndarray, stated: dict[str, Any], words: str
+) -> None:
+    leaves = gptq(*numbers(4, 64), group_of, 4, 1)
+    source = opened(tmp_path, leaves, gptq_config(4, 64, **stated))
+    with pytest.raises(CheckpointError, match=words):
         source.read(NAME)
 
 
@@ -182,13 +177,6 @@ def test_a_symmetric_zero_is_the_middle_whatever_version_is_stated(
     source = opened(tmp_path, leaves, gptq_config(bits, 64, said, sym=True))
     expected = gptq_values(codes, zeros, scales, np.arange(IN) // 64)
     assert np.array_equal(np.array(source.read(NAME)), expected)
-
-
-def test_symmetric_codes_with_other_zeros_contradict_themselves(tmp_path: Path) -> None:
-    leaves = gptq(*numbers(4, 64), np.arange(IN) // 64, 4, 1)
-    source = opened(tmp_path, leaves, gptq_config(4, 64, sym=True))
-    with pytest.raises(CheckpointError, match="symmetric"):
-        source.read(NAME)
 
 
 @pytest.mark.parametrize(
@@ -274,15 +262,11 @@ def test_pack_quantized_weights_are_codes_less_zero_points_times_scales(
         zeros = np.full_like(zeros, 1 << (bits - 1))
     source = opened(tmp_path, leaves, compressed(bits, 64, format="pack-quantized"))
     expected = (codes - np.repeat(zeros, 64, axis=0)).T * np.repeat(from_bf16(stored), 64, axis=1)
-    info = source.tensors[NAME]
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert np.array_equal(np.array(source.read(NAME, slice(8, 12))), expected[8:12])
-    assert (info.lossless is None) == (bits == 7)
-    if info.lossless is not None:
-        packed = source.read_packed(NAME)
+    check_values(source, NAME, expected, codes=bits != 7)
+    if bits != 7:
         exact = mx.float16 if bits < 4 else mx.float32  # -zero * scale, of bfloat16 scales
-        assert packed.scales.dtype == (exact if zero_points else mx.bfloat16)
-        assert np.array_equal(dequantised(packed, info), expected)
+        scales_dtype = source.read_packed(NAME).scales.dtype
+        assert scales_dtype == (exact if zero_points else mx.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["pack-quantized", "int-quantized"])
@@ -299,37 +283,33 @@ def test_asymmetric_integers_without_zero_points_are_refused(tmp_path: Path, kin
         opened(tmp_path, leaves, config)
 
 
-def test_pack_quantized_rows_and_act_order(tmp_path: Path) -> None:
-    codes, _, scales = numbers(4, IN)
-    leaves = {
+def packed_leaves(
+    codes: np.ndarray, scales: np.ndarray, shape: tuple[int, int] = (OUT, IN)
+) -> dict[str, Any]:
+    """Of codes with 4 bits (in, out) and scales (groups, out)."""
+    return {
         "weight_packed": i32(pack_columns(codes.T, 4)),
         "weight_scale": f16(scales.T),
-        "weight_shape": ("I64", np.array([OUT, IN])),
+        "weight_shape": ("I64", np.array(shape)),
     }
-    expected = (codes - 8).T * scales.T.astype(np.float32)
-    source = opened(tmp_path, leaves, compressed(4, None, format="pack-quantized"))
-    info = source.tensors[NAME]
-    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
-    codes, _, scales = numbers(4, 64)
-    group_of = np.random.default_rng(2).permutation(np.arange(IN) // 64)
-    leaves |= {"weight_scale": f16(scales.T), "weight_packed": i32(pack_columns(codes.T, 4))}
-    leaves["weight_g_idx"] = ("I32", group_of.astype(np.int32))
-    source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
-    expected = (codes - 8).T * scales.T.astype(np.float32)[:, group_of]
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert source.tensors[NAME].lossless is None
-    leaves["weight_g_idx"] = ("I32", np.arange(IN, dtype=np.int32) // 64)
-    source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
-    assert source.tensors[NAME].lossless is not None  # in order, as without an index
+
+
+def test_pack_quantized_rows_and_act_order(tmp_path: Path) -> None:
+    in_order = np.arange(IN) // 64
+    anywhere = np.random.default_rng(2).permutation(in_order)
+    for size, group_of in ((None, 0 * in_order), (64, anywhere), (64, in_order)):
+        codes, _, scales = numbers(4, size or IN)
+        leaves = packed_leaves(codes, scales)
+        if size is not None:
+            leaves["weight_g_idx"] = ("I32", group_of.astype(np.int32))
+        source = opened(tmp_path, leaves, compressed(4, size, format="pack-quantized"))
+        expected = (codes - 8).T * scales.T.astype(np.float32)[:, group_of]
+        check_values(source, NAME, expected, codes=group_of is not anywhere)
 
 
 def test_the_shape_must_be_what_the_words_hold(tmp_path: Path) -> None:
     codes, _, scales = numbers(4, 64)
-    leaves = {
-        "weight_packed": i32(pack_columns(codes.T, 4)),
-        "weight_scale": f16(scales.T),
-        "weight_shape": ("I64", np.array([OUT, IN - 1])),
-    }
+    leaves = packed_leaves(codes, scales, (OUT, IN - 1))
     source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
     with pytest.raises(CheckpointError, match="weight_shape"):
         source.read(NAME)
@@ -356,10 +336,7 @@ def test_int_quantized_weights_are_codes_less_zero_points_times_scales(
         return np.repeat(np.broadcast_to(grid, (OUT, groups)), IN // groups, axis=1)
 
     expected = (codes - each(zeros * zero_points)) * each(scale[1])
-    info = source.tensors[NAME]
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert np.array_equal(np.array(source.read(NAME, slice(50, 60))), expected[50:60])
-    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
+    check_values(source, NAME, expected, codes=True)
     assert zero_points or source.read_packed(NAME).scales.dtype == mx.float16
     assert "activations" in source.notes[0]
 

@@ -61,6 +61,16 @@ class RandomTower:
         return [self._matrix]
 
 
+def run_tower(tower: Any, tile: Tile) -> Features:
+    """The features of a tile, evaluated piece by piece as the engine does it."""
+    pieces = tower.run(tile)
+    while True:
+        try:
+            mx.eval(next(pieces))
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
 def tile(seed: int, count: int) -> Tile:
     """A tile of random patches, one for each feature."""
     rng = np.random.default_rng((seed, count))

@@ -22,6 +22,7 @@ from mlxinfer.errors import InsufficientMemoryError
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.speculation import Speculation
+from tests.bytes_taken import bytes_taken
 
 
 def held_bytes(harness: Harness) -> int:
@@ -170,47 +171,37 @@ def test_a_held_view_moves_a_page_array() -> None:
     assert moves(harness) > 0
 
 
-def cache(budget: int, **changes: object) -> KVCache:
-    spec = KVSpec(2, 64, 64)
-    windowed = KVSpec(2, 64, 64, window=32)
+SPECS = [KVSpec(2, 64, 64), KVSpec(2, 64, 64, window=32)]
+
+
+def cache(specs: list[KVSpec], budget: int, **changes: object) -> KVCache:
     sizes = {"page_size": 16, "max_batch": 4, "prefill_chunk": 64, "budget_bytes": budget}
-    layers = lay_out([spec, windowed], KVOptions(), dtype=mx.float32, key_bias=False)
+    layers = lay_out(specs, KVOptions(), dtype=mx.float32, key_bias=False)
     return KVCache(layers, **{**sizes, **changes})  # type: ignore[arg-type]
 
 
 def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
     budget = 60_000_000
     specs = [KVSpec(2, 64, 64)] * 12 + [KVSpec(2, 64, 64, window=32)] * 4
-    mx.clear_cache()
-    mx.synchronize()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    kv = KVCache(
-        lay_out(specs, KVOptions(), dtype=mx.float32, key_bias=False),
-        page_size=16,
-        max_batch=4,
-        prefill_chunk=64,
-        budget_bytes=budget,
-    )
-    for count in (1, 2, 4):
-        for group in kv.groups:
-            allocator = group.allocator
-            while allocator.num_held < allocator.num_pages * count // 4:
-                allocator.allocate(1)
-        kv.make_room(count)
-    assert mx.get_peak_memory() - before <= budget
+
+    def filled() -> KVCache:
+        kv = cache(specs, budget)
+        for count in (1, 2, 4):
+            for group in kv.groups:
+                allocator = group.allocator
+                while allocator.num_held < allocator.num_pages * count // 4:
+                    allocator.allocate(1)
+            kv.make_room(count)
+        return kv
+
+    kv, peak, _ = bytes_taken(filled)
+    assert peak <= budget
     assert kv.bytes_allocated > 0.85 * budget
 
 
 def test_the_budget_has_room_for_tails_that_a_step_makes_anew() -> None:
-    budget, layers = 60_000_000, [KVSpec(2, 64, 64)] * 16
-    kv = KVCache(
-        lay_out(layers, KVOptions(), dtype=mx.float32, key_bias=False),
-        page_size=16,
-        max_batch=64,
-        prefill_chunk=64,
-        budget_bytes=budget,
-    )
+    budget = 60_000_000
+    kv = cache([KVSpec(2, 64, 64)] * 16, budget, max_batch=64)
     [group] = kv.groups
     group.allocator.allocate(group.allocator.num_pages)
     kv.make_room(kv.max_batch)
@@ -255,7 +246,7 @@ def test_tokens_stay_the_same_while_arrays_grow() -> None:
 
 
 def test_windows_get_no_more_than_can_be_held() -> None:
-    kv = cache(200_000_000)
+    kv = cache(SPECS, 200_000_000)
     full, windowed = kv.groups
     assert windowed.allocator.num_pages == 4 * (2 + 2) + 4
     assert full.allocator.num_pages > 1000
@@ -263,11 +254,11 @@ def test_windows_get_no_more_than_can_be_held() -> None:
 
 def test_a_budget_too_small_says_so() -> None:
     with pytest.raises(InsufficientMemoryError, match="raise max_memory"):
-        cache(100_000)
+        cache(SPECS, 100_000)
 
 
 def test_few_tails_where_memory_is_small() -> None:
-    kv = cache(2_000_000, max_batch=64)
+    kv = cache(SPECS, 2_000_000, max_batch=64)
     assert 1 <= kv.max_batch < 64
 
 

@@ -29,6 +29,7 @@ from mlxinfer.models.registry import family
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.tensors import choose_dtype
 from mlxinfer.models.weights.weights import Weights
+from tests.bytes_taken import bytes_taken
 
 LAST = list({case.rpartition("-")[0]: case for case in CASES}.values())  # of each family
 
@@ -86,33 +87,28 @@ def test_a_checkpoint_without_an_output_matrix_is_refused_unless_its_config_ties
         built(config | {"tie_word_embeddings": False}, others)
 
 
-@pytest.mark.parametrize(("number", "said"), [(None, "missing"), (0, "num_experts .* is 0")])
-def test_a_mixture_whose_config_has_no_experts_is_refused(number, said):
-    config = {**tiny_config("qwen3_moe-v4"), "num_experts": number}
+STRANGE = {f"model.layers.{i}.strange.weight": mx.zeros(1) for i in range(5)}
+TWICE = {"language_model.model.norm.weight": mx.zeros(64)}  # as the family calls it, too
+INTEGERS = {"model.norm.weight": mx.ones(64, mx.int32)}
+
+
+@pytest.mark.parametrize(
+    ("case", "stated", "more", "said"),
+    [
+        ("qwen3_moe-v4", {"num_experts": None}, {}, "missing"),
+        ("qwen3_moe-v4", {"num_experts": 0}, {}, "num_experts .* is 0"),
+        ("granitemoehybrid-v4", {"time_step_limit": [1.0]}, {}, "time_step_limit in"),
+        ("qwen4_exp_text-v4", {"eos_token_id": None}, {}, "eos_token_id"),
+        ("llama-v5", {"attention_bias": False}, {}, r"self_attn\.[qkvo]_proj\.bias"),
+        ("llama-v5", {}, INTEGERS, r"model\.norm\.weight.*int32"),
+        ("llama-v5", {}, STRANGE, r"layers\.0\.strange.*layers\.2\.strange.*2 more"),
+        ("gemma3_text-v5", {}, TWICE, "same tensor"),
+    ],
+)
+def test_tensors_and_configs_that_make_no_model_are_named(tmp_path, case, stated, more, said):
+    folder = write(tmp_path, tiny_config(case) | stated, arrays_of(case) | more)
     with pytest.raises(CheckpointError, match=said):
-        built(config, arrays_of("qwen3_moe-v4"))
-
-
-def test_a_transposed_square_matrix_would_load_but_a_wrong_dtype_does_not(tmp_path):
-    config, tensors = tiny_config("llama"), tiny_tensors(tiny_config("llama"))
-    write(tmp_path, config, tensors | {"model.norm.weight": np.ones(64, np.int32)})
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*int32"):
-        load(tmp_path)
-
-
-def test_what_the_architecture_does_not_have_is_named(tmp_path):
-    config, tensors = tiny_config("llama"), tiny_tensors(tiny_config("llama"))
-    strange = {f"model.layers.{i}.strange.weight": np.zeros(1, np.float32) for i in range(5)}
-    write(tmp_path, config, tensors | strange)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.strange.*layers\.2\.strange.*2 more"):
-        load(tmp_path)
-
-
-def test_a_bias_that_the_config_denies_is_an_error(tmp_path):
-    config, tensors = tiny_config("llama-v5"), tiny_tensors(tiny_config("llama-v5"))
-    write(tmp_path, config | {"attention_bias": False}, tensors)
-    with pytest.raises(CheckpointError, match=r"self_attn\.[qkvo]_proj\.bias"):
-        load(tmp_path)
+        load(folder)
 
 
 def test_harmless_extras_are_left_out(tmp_path):
@@ -203,19 +199,6 @@ def test_gemma_4_unified_has_no_per_layer_inputs_where_its_config_is_silent(tmp_
     assert (logits(model) == plain).all()
 
 
-def test_a_text_model_that_is_not_known_inside_another_is_refused(tmp_path):
-    config = {"model_type": "mistral3", "text_config": {"model_type": "bert"}}
-    with pytest.raises(UnsupportedModelError, match=r"\(mistral3\) is 'bert'; supported are"):
-        load(write(tmp_path, config, {"x": np.zeros(3, np.float32)}))
-
-
-def test_one_tensor_under_two_names(tmp_path):
-    config, tensors = tiny_config("gemma3_text"), tiny_tensors(tiny_config("gemma3_text"))
-    twice = tensors | {"language_model.model.norm.weight": np.zeros(64, np.float32)}
-    with pytest.raises(CheckpointError, match="same tensor"):
-        load(write(tmp_path, config, twice))
-
-
 def test_shards_load_like_one_file(tmp_path):
     config, tensors = tiny_config("qwen3"), tiny_tensors(tiny_config("qwen3"))
     plain = logits(load(write(tmp_path, config, tensors)))
@@ -231,17 +214,24 @@ def test_shards_load_like_one_file(tmp_path):
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
-    folder = tiny_checkpoint(tmp_path, "llama")
-    (folder / "evil.py").write_text("raise SystemExit('ran')")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoModel": "evil.Model"}, "model_file": "evil.py"}
-    (folder / "config.json").write_text(json.dumps(config))
-    load(folder)
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    stated = {"auto_map": {"AutoModel": "evil.Model"}, "model_file": "evil.py"}
+    load(write(tmp_path, tiny_config("llama-v5") | stated, arrays_of("llama-v5")))
 
 
-def test_an_unsupported_architecture_is_refused_before_its_config_is_read(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(UnsupportedModelError, match="t5"):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5"}, "t5"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "bert"}},
+            r"\(mistral3\) is 'bert'; supported are",
+        ),
+    ],
+)
+def test_an_unsupported_architecture_is_refused_before_its_config_is_read(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=said):
         load(tmp_path)
 
 
@@ -345,12 +335,8 @@ def test_experts_stored_one_by_one_are_stacked_a_projection_at_a_time(tmp_path, 
     sizes |= {"intermediate_size": 256} if case == "mixtral" else {}
     config = {**tiny_config(case), **sizes}
     count = config.get("num_experts") or config["num_local_experts"]
-    write(tmp_path / "m", config, tiny_tensors(config))
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    model = load(tmp_path / "m", dtype="float32")
-    held, peak = mx.get_active_memory() - before, mx.get_peak_memory() - before
+    folder = write(tmp_path / "m", config, tiny_tensors(config))
+    model, peak, held = bytes_taken(lambda: load(folder, dtype="float32"))
     assert model.config.num_layers == 4
     layer = count * 3 * 128 * 256 * 4
     assert held > 4 * layer

@@ -1,6 +1,5 @@
 """Quantised checkpoints give the logits of the weights they stand for, in every layout."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,13 +7,14 @@ import numpy as np
 import pytest
 from models.dense_kv import logits
 from models.expert_layouts import stacked
-from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
+from models.tiny import arrays_of, quantized, tiny_config, write
 
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.linear import Joined
 from mlxinfer.models import load
 from mlxinfer.models.quantization import QuantFormat, format_of_shapes
 
+FOUR_BITS = {"group_size": 32, "bits": 4}
 FORMS = [{"group_size": 32, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)] + [
     {"group_size": 64, "bits": 4},
     {"group_size": 32, "bits": 4, "mode": "mxfp4"},
@@ -70,7 +70,7 @@ def test_models_of_every_format_load_as_their_dequantised_weights(tmp_path, case
 def test_exceptions_by_path(tmp_path):
     """As mixed recipes write it: v_proj at 8 bits, so Q, K and V cannot be one matrix."""
     config = tiny_config("qwen3_moe-v4") | {"intermediate_size": 128, "moe_intermediate_size": 64}
-    low, high = {"group_size": 32, "bits": 4}, {"group_size": 64, "bits": 8}
+    low, high = FOUR_BITS, {"group_size": 64, "bits": 8}
     arrays = arrays_of(config)
     raised = [n for n in arrays if n.endswith(("v_proj.weight", "mlp.gate.weight"))]
     kept = ["lm_head.weight"]
@@ -89,13 +89,12 @@ def test_stacked_experts_of_mlx_checkpoints(tmp_path):
     stacks = stacked(arrays)
     by_name = logits(load(write(tmp_path / "hub", config, arrays)))
     assert (logits(load(write(tmp_path / "mlx", config, stacks))) == by_name).all()
-    form = {"group_size": 32, "bits": 4}
-    packed = quantized(stacks, form)
+    packed = quantized(stacks, FOUR_BITS)
     for name in [name for name in packed if "switch_mlp" in name]:
         path = name.removesuffix(".weight")
-        parts = mx.quantize(packed[name], **form)
+        parts = mx.quantize(packed[name], **FOUR_BITS)
         packed |= dict(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True))
-    assert_same(tmp_path, config, packed, form, lambda path: form)
+    assert_same(tmp_path, config, packed, FOUR_BITS, lambda path: FOUR_BITS)
 
 
 # gpt-oss: three layouts of the same experts.
@@ -142,21 +141,17 @@ def test_layouts_of_gpt_oss(tmp_path):
     np.testing.assert_allclose(results["hub"], results["dense"], atol=2e-3)
 
 
-def test_a_router_at_8_bits_beside_mxfp4_experts(tmp_path):
+@pytest.mark.parametrize(
+    ("matrix", "stated_mode"),
+    [
+        ("router", {"mode": "affine"}),
+        ("embed_tokens", {}),  # affine, whatever the others are: so mlx-lm writes gpt-oss
+    ],
+)
+def test_a_matrix_at_8_bits_beside_mxfp4_experts(tmp_path, matrix, stated_mode):
     config, arrays = oss_layouts()["mlx"]
-    form = {"group_size": 64, "bits": 8, "mode": "affine"}
-    routers = {name: array for name, array in arrays.items() if name.endswith("router.weight")}
-    stated = MXFP4 | {name.removesuffix(".weight"): form for name in routers}
-    folder = write(tmp_path, config | {"quantization": stated}, arrays | quantized(routers, form))
-    exact = logits(load(write(tmp_path / "exact", config, arrays)))
-    assert np.abs(logits(load(folder)) - exact).mean() < 0.05
-
-
-def test_an_exception_that_states_no_mode_is_affine(tmp_path):
-    """Whatever the others are: so mlx-lm writes gpt-oss."""
-    config, arrays = oss_layouts()["mlx"]
-    form = {"group_size": 64, "bits": 8}
-    raised = {name: array for name, array in arrays.items() if "embed_tokens" in name}
+    form = {"group_size": 64, "bits": 8, **stated_mode}
+    raised = {name: arrays[name] for name in arrays if name.endswith(f"{matrix}.weight")}
     stated = MXFP4 | {name.removesuffix(".weight"): form for name in raised}
     folder = write(tmp_path, config | {"quantization": stated}, arrays | quantized(raised, form))
     exact = logits(load(write(tmp_path / "exact", config, arrays)))
@@ -166,37 +161,39 @@ def test_an_exception_that_states_no_mode_is_affine(tmp_path):
 # What does not fit together.
 
 
-def test_scales_without_a_format(tmp_path):
-    folder = tiny_checkpoint(tmp_path, "qwen3", quantize={"group_size": 32, "bits": 4})
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"scales.*no quantization"):
-        load(folder)
-
-
 @pytest.mark.parametrize("stated", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8}])
 def test_stated_format_must_fit_the_tensors(tmp_path, stated):
     """What the config says of a layer must be so; what it says of all may have exceptions."""
-    folder = tiny_checkpoint(tmp_path, "qwen3", quantize={"group_size": 32, "bits": 4})
-    plain = logits(load(folder))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": stated}))
-    assert (logits(load(folder)) == plain).all()
-    named = {"group_size": 32, "bits": 4, "model.layers.1.mlp.up_proj": stated}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": named}))
+    config, arrays = tiny_config("qwen3"), quantized(arrays_of(tiny_config("qwen3")), FOUR_BITS)
+
+    def loaded(quantization):
+        return load(write(tmp_path, config | {"quantization": quantization}, arrays))
+
+    assert (logits(loaded(stated)) == logits(loaded(FOUR_BITS))).all()
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*shape"):
+        loaded(FOUR_BITS | {"model.layers.1.mlp.up_proj": stated})
+    with pytest.raises(CheckpointError, match=r"scales.*no quantization"):
+        load(write(tmp_path, config, arrays))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("weight", lambda array: array[:, :5], r"weight.*shape"),
+        ("scales", lambda array: array[:, [0, 1, 1]], r"scales.*shape"),
+        ("scales", lambda array: array[:, :0], r"scales.*shape"),
+        ("weight", lambda array: array.view(mx.int32), r"weight.*uint32"),
+    ],
+)
+def test_arrays_that_no_format_has_are_refused(tmp_path, part, change, said):
+    config = tiny_config("qwen3")
+    arrays = quantized(arrays_of(config), FOUR_BITS)
+    name = f"model.layers.0.self_attn.q_proj.{part}"
+    folder = write(
+        tmp_path, config | {"quantization": FOUR_BITS}, arrays | {name: change(arrays[name])}
+    )
+    with pytest.raises(CheckpointError, match=rf"q_proj\.{said}"):
         load(folder)
-
-
-def test_shapes_that_no_format_has(tmp_path):
-    config, form = tiny_config("qwen3"), {"group_size": 32, "bits": 4}
-    name = "model.layers.0.self_attn.q_proj"
-    for part, columns in (("weight", 5), ("scales", 3), ("scales", 0)):
-        arrays = quantized(arrays_of(config), form)
-        arrays[f"{name}.{part}"] = mx.zeros((64, columns), arrays[f"{name}.{part}"].dtype)
-        with pytest.raises(CheckpointError, match=rf"q_proj\.{part}.*shape"):
-            load(write(tmp_path, config | {"quantization": form}, arrays))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
@@ -207,22 +204,12 @@ def test_format_is_inferred_from_shapes(form):
     assert result == QuantFormat(**form)
 
 
-def test_quantised_weights_must_be_packed(tmp_path):
-    config, form = tiny_config("qwen3"), {"group_size": 32, "bits": 4}
-    arrays = quantized(arrays_of(config), form)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    arrays[name] = arrays[name].view(mx.int32)
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight.*uint32"):
-        load(write(tmp_path, config | {"quantization": form}, arrays))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_scales(tmp_path, dtype):
     """mlx-community's scales are half precision; on the CPU they become float32."""
-    config, form = tiny_config("qwen3"), {"group_size": 32, "bits": 4}
+    config = tiny_config("qwen3")
     halves = {name: array.astype(getattr(mx, dtype)) for name, array in arrays_of(config).items()}
-    arrays = quantized(halves, form)
-    assert_same(tmp_path, config, arrays, form, lambda path: form)
+    assert_same(tmp_path, config, quantized(halves, FOUR_BITS), FOUR_BITS, lambda path: FOUR_BITS)
 
 
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16}

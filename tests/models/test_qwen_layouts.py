@@ -6,6 +6,7 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.pictures import run_tower
 from engine.seeing_cases import own_prompt
 from models.picture_cases import (
     ALL_PICTURE_CASES,
@@ -23,25 +24,16 @@ from mlxinfer.layers.linear import QuantizedLinear
 from mlxinfer.models import load
 from mlxinfer.models.jsonfields import Fields
 from mlxinfer.models.language import reachable
-from mlxinfer.models.towers import Features, Tower, parts
+from mlxinfer.models.towers import parts
 from mlxinfer.models.towers.loading import tower_builder, tower_name
 from mlxinfer.models.towers.merged import MergedTower
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.weights import Weights
-
-
-def seen(tower: Tower, tile: Tile) -> Features:
-    """The features of a tile, evaluated slice by slice as the engine does it."""
-    passing = tower.run(tile)
-    while True:
-        try:
-            mx.eval(next(passing))
-        except StopIteration as end:
-            return end.value
+from tests.bytes_taken import bytes_taken
 
 
 def features(model, name: str) -> np.ndarray:
-    result = [seen(model.tower, one.picture.tiles[0]) for one in own_prompt(name)[1]]
+    result = [run_tower(model.tower, one.picture.tiles[0]) for one in own_prompt(name)[1]]
     return np.array(mx.concatenate([one.vectors for one in result]).astype(mx.float32))
 
 
@@ -110,9 +102,9 @@ def test_wrong_configs_are_refused(tmp_path, change, match):
 def test_frames_of_a_tile_do_not_see_each_other(tmp_path, name):
     model = load(write(tmp_path, QWEN_CASES[name].config, picture_tensors(name)))
     patches = np.random.default_rng(2).standard_normal((3 * 80, 96)).astype(np.float32)
-    clip = seen(model.tower, Tile(patches, (3, 8, 10), 60))
+    clip = run_tower(model.tower, Tile(patches, (3, 8, 10), 60))
     frames = [
-        seen(model.tower, Tile(patches[i : i + 80], (1, 8, 10), 20)) for i in range(0, 240, 80)
+        run_tower(model.tower, Tile(patches[i : i + 80], (1, 8, 10), 20)) for i in range(0, 240, 80)
     ]
     for kind, whole in enumerate([clip.vectors, *clip.deep]):
         parts = mx.concatenate([[one.vectors, *one.deep][kind] for one in frames])
@@ -151,12 +143,9 @@ def test_a_large_picture_takes_its_activations_and_64_megabytes(name, full):
     tower = large(name, **sizes, fullatt_block_indexes=full)
     grid, hidden, inner = (1, 128, 128), 8, 16
     tile = Tile(np.ones((prod(grid), 96), np.float32), grid, prod(grid) // 4)
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    mx.eval(seen(tower, tile).vectors)
+    _, peak, _ = bytes_taken(lambda: run_tower(tower, tile))
     activations = 4 * prod(grid) * (96 + 10 * hidden + 2 * inner)
-    assert mx.get_peak_memory() - before <= activations + (64 << 20)
+    assert peak <= activations + (64 << 20)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma4_dense"])
@@ -167,12 +156,12 @@ def test_a_pass_in_small_pieces_gives_the_same_features(tmp_path, monkeypatch, n
     row = 768 if "gemma" in name else 96
     patches = np.random.default_rng(4).random((108, row)).astype(np.float32)
     tile = Tile(patches, (1, 6, 18), 0)
-    whole, num_whole = seen(tower, tile), sum(1 for _ in tower.run(tile))
+    whole, num_whole = run_tower(tower, tile), sum(1 for _ in tower.run(tile))
     monkeypatch.setattr(parts, "MAX_PRODUCTS", 1)
     monkeypatch.setattr(parts, "MAX_ROWS", 40)
     pieces = sum(1 for _ in tower.run(tile))
     kv_heads = config["vision_config"].get("num_key_value_heads", 3)
     assert pieces == num_whole + len(tower.blocks) * (kv_heads - 1 + 2)
-    again = seen(tower, tile)
+    again = run_tower(tower, tile)
     for one, other in zip((whole.vectors, *whole.deep), (again.vectors, *again.deep), strict=True):
         assert mx.allclose(one, other, atol=1e-5)

@@ -33,6 +33,7 @@ from mlxinfer.models.weights.placing import NOWHERE
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.tensors import FileTensor, load_tensors, loaded, side_by_side, stacked
 from mlxinfer.models.weights.weights import Weights
+from tests.bytes_taken import bytes_taken
 
 SIZES = {
     "hidden": 256,
@@ -90,14 +91,16 @@ def test_each_byte_is_read_once_and_none_by_an_unplaced_model(case, tmp_path, mo
     """Of which all is built, and nothing is computed."""
     folder = tiny_checkpoint(tmp_path, case)
     config, reads = load_config(folder), Reads(monkeypatch)
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
     builder = family(config.model_type)
-    source = Checkpoint(load_tensors(folder), builder.tensor_name)
-    model = builder.build(config, Weights(source, NOWHERE, dtype="float32"))
+
+    def build() -> Any:
+        source = Checkpoint(load_tensors(folder), builder.tensor_name)
+        return builder.build(config, Weights(source, NOWHERE, dtype="float32"))
+
+    model, peak, _ = bytes_taken(build)
     assert reads.ranges == []
     assert len(model.layers) == config.num_layers
-    assert mx.get_peak_memory() - before < model.num_bytes / 2
+    assert peak < model.num_bytes / 2
     model = load(folder)
     reads.check_once()
     assert model.num_bytes * 0.9 <= reads.total <= data_bytes(folder)
@@ -110,14 +113,11 @@ def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path)
     """What is stored as it is used is held once; else a layer is held beside what it becomes."""
     folder = write_checkpoint(tmp_path, sizes)
     load(folder, dtype=dtype)  # what is made once is there
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    model = load(folder, dtype=dtype)
+    model, peak, held = bytes_taken(lambda: load(folder, dtype=dtype))
     layer = (data_bytes(folder) + model.num_bytes) / sizes.layers
     more = 0.01 * model.num_bytes if dtype == "float32" else layer
-    assert mx.get_peak_memory() - before <= model.num_bytes + more
-    assert mx.get_active_memory() - before <= model.num_bytes * 1.01
+    assert peak <= model.num_bytes + more
+    assert held <= model.num_bytes * 1.01
 
 
 def test_matrices_that_become_one_are_never_held_twice(tmp_path):
@@ -128,11 +128,9 @@ def test_matrices_that_become_one_are_never_held_twice(tmp_path):
         stacked([tensors[f"{front}.{i}.{name}_proj.weight"] for i in range(EXPERTS.experts)])
         for name in ("gate", "up")
     ]
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    both = loaded(side_by_side(stacks, -2))
+    both, peak, _ = bytes_taken(lambda: loaded(side_by_side(stacks, -2)))
     assert both.shape == (EXPERTS.experts, 2 * EXPERTS.inner, EXPERTS.hidden)
-    assert mx.get_peak_memory() - before == both.nbytes
+    assert peak == both.nbytes
 
 
 def test_what_lies_together_in_a_file_is_one_read_wherever_it_goes(tmp_path, monkeypatch):

@@ -74,29 +74,25 @@ def shard(folder, name: str, *tensors: str):
 
 
 def index(folder, weight_map):
-    text = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (folder / "model.safetensors.index.json").write_text(text)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_shards_through_an_index(tmp_path):
-    shard(tmp_path, "model-1.safetensors", "a")
-    shard(tmp_path, "other.safetensors", "b")
-    shard(tmp_path, "model-stale.safetensors", "c")
+def test_shards_are_those_of_an_index_or_all_that_are_there(tmp_path):
+    for name, tensor in (("model-1", "a"), ("other", "b"), ("model-2", "c")):
+        shard(tmp_path, f"{name}.safetensors", tensor)
+
+    def names():
+        return sorted(path.stem for path in read_headers(tmp_path))
+
+    assert names() == ["model-1", "model-2"]
     index(tmp_path, {"a": "model-1.safetensors", "b": "other.safetensors"})
-    headers = read_headers(tmp_path)
-    assert sorted(path.name for path in headers) == ["model-1.safetensors", "other.safetensors"]
-
-
-def test_shards_without_an_index(tmp_path):
-    shard(tmp_path, "model-1.safetensors", "a")
-    shard(tmp_path, "model-2.safetensors", "b")
-    assert len(read_headers(tmp_path)) == 2
+    assert names() == ["model-1", "other"]
 
 
 @pytest.mark.parametrize(
     "name",
     ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "weights.bin", "", 7,
-     "a\\..\\b.safetensors", "missing.safetensors"],
+     "a\\..\\b.safetensors", "missing.safetensors", "x" * 300 + ".safetensors"],
 )  # fmt: skip
 def test_index_entries_outside_the_folder_are_refused(tmp_path, name):
     (tmp_path / "sub").mkdir()
@@ -122,14 +118,11 @@ def test_a_tensor_in_two_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
-def test_pickles_are_refused(tmp_path, name):
+def test_an_empty_folder_has_no_model_and_pickles_are_refused(tmp_path, name):
+    with pytest.raises(ModelNotFoundError):
+        read_headers(tmp_path)
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match="pickle"):
-        read_headers(tmp_path)
-
-
-def test_an_empty_folder(tmp_path):
-    with pytest.raises(ModelNotFoundError):
         read_headers(tmp_path)
 
 
@@ -141,18 +134,10 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
 
 
 def test_pipes_and_devices_are_not_read(tmp_path):
-    for name in ("model.safetensors", "config.json"):
+    for name, read in (("model.safetensors", read_header), ("config.json", read_json)):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="is no file"):
-        read_header(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is no file"):
-        read_json(tmp_path / "config.json")
-
-
-def test_an_index_with_a_name_that_no_file_can_have(tmp_path):
-    index(tmp_path, {"a": "x" * 300 + ".safetensors"})
-    with pytest.raises(CheckpointError, match="missing"):
-        read_headers(tmp_path)
+        with pytest.raises(CheckpointError, match="is no file"):
+            read(tmp_path / name)
 
 
 def test_a_model_may_have_more_files_than_the_process_may_open(tmp_path, monkeypatch):
@@ -174,8 +159,7 @@ def test_a_model_may_have_more_files_than_the_process_may_open(tmp_path, monkeyp
 
 
 def index_of(folder: Path, *names: str) -> None:
-    listed = {"weight_map": {f"t{number}": name for number, name in enumerate(names)}}
-    (folder / INDEX).write_text(json.dumps(listed))
+    index(folder, {f"t{number}": name for number, name in enumerate(names)})
 
 
 def numbered(number: int, count: int) -> str:

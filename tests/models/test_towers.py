@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.pictures import run_tower
 from models.picture_cases import DATA, PICTURE_CASES, older_names, picture_tensors, pixels
 from models.runs import every
 from models.tiny import write
@@ -20,6 +21,7 @@ from mlxinfer.models.towers import parts
 from mlxinfer.models.towers.gemma4 import PixelNorm
 from mlxinfer.models.towers.loading import tower_builder
 from mlxinfer.models.towers.parts import full_attention
+from tests.bytes_taken import bytes_taken
 
 
 def channels_last(patches: np.ndarray) -> np.ndarray:
@@ -50,13 +52,7 @@ def checkpoint(folder: Path, name: str, *, older: bool = False) -> Path:
 
 
 def features(tower, tile: Tile) -> mx.array:
-    """The whole pass."""
-    steps = tower.run(tile)
-    while True:
-        try:
-            mx.eval(next(steps))
-        except StopIteration as ended:
-            return ended.value.vectors
+    return run_tower(tower, tile).vectors
 
 
 def assert_close(ours: np.ndarray, reference: np.ndarray) -> None:
@@ -162,14 +158,11 @@ def test_a_pass_needs_no_array_of_patches_by_patches(name, tmp_path):
     tower = load(write(tmp_path, config, tensors)).tower
     case, grid = PICTURE_CASES[name], (60, 60)
     patches = np.random.default_rng(0).random((60 * 60, case.patch), np.float32)
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    mx.eval(features(tower, Tile(patches, (1, *grid), case.num_features(grid))))
+    tile = Tile(patches, (1, *grid), case.num_features(grid))
+    _, peak, _ = bytes_taken(lambda: features(tower, tile))
     # A copy of the patches in their own dtype, ten states of each patch, and 64 MB.
     allowed = 2 * patches.nbytes + 10 * len(patches) * 80 * 4 + (64 << 20)
-    assert mx.get_peak_memory() - before < allowed
+    assert peak < allowed
 
 
 TOWER = "model.vision_tower."

@@ -1,8 +1,6 @@
 """Architectures without a native family: chosen, loaded and checked, or refused in a line."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from mlx.utils import tree_flatten
 from models.zoo_configs import OVERRIDES, SLIDING, small_config
 from models.zoo_table import randomise, row, small_model
 
+from benchmarks.processes import run_python
 from mlxinfer.cache_specs import KVSpec, OwnCacheSpec
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models import load_any, load_any_config
@@ -180,6 +179,11 @@ def test_configs_and_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
         load_any(save(tmp_path, raw, definition))
 
 
+def python(*arguments: str) -> list[str]:
+    """The lines that Python prints in the folder of the project."""
+    return run_python(*arguments).lines
+
+
 def test_mlx_lm_itself_is_not_imported_and_limits_stay() -> None:
     """Importing it takes seconds, and leaves the process with fewer files to open."""
     code = """
@@ -192,9 +196,7 @@ assert row("plamo2").how == "alone"  # its file imports mlx_lm.models by name
 assert not {"mlx_lm", "transformers"} & set(sys.modules), "imported"
 print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
+    assert python("-c", code) == ["True"]
 
 
 def test_windows_are_narrow_in_the_check_wherever_they_are_stated() -> None:
@@ -213,18 +215,14 @@ def test_a_native_model_loads_without_any_of_this() -> None:
         "import sys; from mlxinfer.hub import resolve; from mlxinfer.models import load_any\n"
         "load_any(resolve('demo')); print('mlxinfer.models.zoo' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "False", done.stderr
+    assert python("-c", code) == ["False"]
 
 
 @pytest.mark.slow
 def test_what_mlx_lm_converts_loads_and_gives_its_logits() -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "tests.models.zoo_converted"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    lines = [line.split() for line in done.stdout.splitlines() if line[:1] != "["]  # mlx-lm's own
-    by_name = {name: float(worst) for name, worst in lines}
-    assert done.returncode == 0, done.stderr
+    lines = python("-m", "tests.models.zoo_converted")
+    pairs = [line.split() for line in lines if line[:1] != "["]  # others are mlx-lm's own
+    by_name = {name: float(worst) for name, worst in pairs}
     assert len(by_name) > 50
     assert max(by_name.values()) < 1e-4, by_name
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from mlxinfer import errors
+from mlxinfer.errors import InvalidRequestError, UnsupportedModelError
 from mlxinfer.pooling.config import NORMALISE, Head, Module, Task, read_pooling
+from tests.tables import table
+
+TABLES: Any = table(__file__, "config.yml")
 
 BERT = {"model_type": "bert", "architectures": ["BertModel"]}
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -17,8 +21,7 @@ MODULES = "sentence_transformers.models"
 
 def folder_of(folder: Path, config: dict[str, Any], **files: Any) -> Path:
     """A folder with config.json and other JSON files: `a__b` is a/b.json."""
-    files["config"] = config
-    for name, value in files.items():
+    for name, value in {**files, "config": config}.items():
         path = folder / f"{name.replace('__', '/')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
@@ -163,50 +166,12 @@ def test_tokens_that_score_are_read(tmp_path):
     assert (config.head, config.token_ids) == (Head.TOKENS, (9454, None))
 
 
-@pytest.mark.parametrize(
-    ("config", "files", "error", "words"),
-    [
-        (
-            {**BERT, "architectures": ["BertForSequenceClassification"]},
-            {},
-            UnsupportedModelError,
-            "has 2 labels",
-        ),
-        (
-            BERT,
-            {"modules": modules("Transformer", "LSTM")},
-            UnsupportedModelError,
-            "0 Pooling modules",
-        ),
-        (
-            BERT,
-            {"modules": modules("Transformer", "Pooling", "CNN"), "1_Pooling__config": {}},
-            UnsupportedModelError,
-            "'CNN'",
-        ),
-        (BERT, {"modules": {"a": 1}}, CheckpointError, "expected a list"),
-        (BERT, {"modules": [{"type": "x.Pooling", "path": "../.."}]}, CheckpointError, "below it"),
-        (
-            BERT,
-            {
-                "modules": modules("Transformer", "Pooling"),
-                "1_Pooling__config": {"pooling_mode": "median"},
-            },
-            UnsupportedModelError,
-            "median",
-        ),
-        (BERT, {"config_sentence_transformers": {"prompts": [1]}}, CheckpointError, "prompts"),
-        (
-            BERT,
-            {"config_sentence_transformers": {"similarity_fn_name": "tanimoto"}},
-            UnsupportedModelError,
-            "tanimoto",
-        ),
-    ],
-)
-def test_what_is_not_known_is_named(tmp_path, config, files, error, words):
-    with pytest.raises(error, match=words):
-        read_pooling(folder_of(tmp_path, config, **files))
+@pytest.mark.parametrize(("files", "error", "words"), TABLES["refused"])
+def test_what_is_not_known_is_named(tmp_path, files, error, words):
+    if isinstance(files.get("modules"), str):
+        files = {**files, "modules": modules(*files["modules"].split())}
+    with pytest.raises(getattr(errors, error), match=words):
+        read_pooling(folder_of(tmp_path, **{"config": BERT, **files}))
 
 
 def test_an_encoder_without_a_head_gives_no_scores(tmp_path):

@@ -22,20 +22,22 @@ class InlineKernel(MetalKernel):
         return self.text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """A kernel and a launch of it with one output.
 
     Args:
-        body: calls the kernel's function, which `text` holds.
+        body: calls the kernel's function, which `text` holds, or does it all.
+        threadgroup: None: all threads are in one.
+        output_shape: None: a number for each place along the first axis of the grid.
     """
 
-    text: str
+    text: str = "// nothing before the body"
     body: str
     inputs: dict[str, mx.array]
     grid: Size
-    threadgroup: Size
-    output_shape: tuple[int, ...]
+    threadgroup: Size | None = None
+    output_shape: tuple[int, ...] | None = None
     output_dtype: mx.Dtype = mx.float32
     template: Sequence[tuple[str, TemplateValue]] = ()
 
@@ -45,8 +47,8 @@ class Example:
             InlineKernel("example", tuple(self.inputs), ("out",), self.body, text=self.text),
             self.template,
             self.grid,
-            self.threadgroup,
-            [self.output_shape],
+            self.threadgroup or self.grid,
+            [self.output_shape or (self.grid[0],)],
             [self.output_dtype],
         )
 
@@ -64,6 +66,7 @@ class Example:
         return line
 
 
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 ROW_SUMS = Example(
     text="""
 // The sum of each row, by one threadgroup of several SIMD-groups.

@@ -111,7 +111,6 @@ def test_a_kernel_is_declared_for_the_threads_of_its_threadgroup() -> None:
 def test_every_type_comes_through(dtype: mx.Dtype) -> None:
     x = (mx.arange(9) % 2 if dtype == mx.bool_ else mx.arange(9)).astype(dtype)
     example = Example(
-        text="// nothing before the body",
         body="out[thread_position_in_grid.x] = x[thread_position_in_grid.x];",
         inputs={"x": x[None]},
         grid=(9, 1, 1),
@@ -123,14 +122,9 @@ def test_every_type_comes_through(dtype: mx.Dtype) -> None:
 
 
 def test_inputs_lie_as_unaligned_as_slices_may() -> None:
-    example = Example(
-        text="// nothing before the body",
-        body="uint i = thread_position_in_grid.x; out[i] = ((const device half4*)x)[i].x;",
-        inputs={"x": mx.arange(32).astype(mx.float16)},
-        grid=(8, 1, 1),
-        threadgroup=(8, 1, 1),
-        output_shape=(8,),
-    )
+    body = "uint i = thread_position_in_grid.x; out[i] = ((const device half4*)x)[i].x;"
+    inputs = {"x": mx.arange(32).astype(mx.float16)}
+    example = Example(body=body, inputs=inputs, grid=(8, 1, 1))
     example.run(aligned := MetalCPU())
     aligned.assert_clean()
     example.run(slices := MetalCPU(least_alignment=True))
@@ -139,14 +133,11 @@ def test_inputs_lie_as_unaligned_as_slices_may() -> None:
 
 def test_threadgroup_memory_lies_as_unaligned_as_its_type_may() -> None:
     example = Example(
-        text="// nothing before the body",
         body="threadgroup float wide[8]; uint i = thread_position_in_grid.x; wide[i] = x[i];"
         "threadgroup_barrier(mem_flags::mem_threadgroup);"
         "out[i] = ((threadgroup float2*)wide)[i / 2].x;",
         inputs={"x": mx.arange(8).astype(mx.float32)},
         grid=(8, 1, 1),
-        threadgroup=(8, 1, 1),
-        output_shape=(8,),
     )
     example.run(machine := MetalCPU())
     assert machine.reports[0].kinds() == {"misaligned"}
@@ -168,11 +159,9 @@ def test_a_misaligned_vector_is_a_fault_and_not_the_end_of_the_process(verb: str
         "store": "((device float4*)(out + 1))[i] = float4(x[i]);",
     }
     example = Example(
-        text="// nothing before the body",
         body=f"uint i = thread_position_in_grid.x; {body[verb]}",
         inputs={"x": mx.arange(64).astype(mx.float32)},
         grid=(8, 1, 1),
-        threadgroup=(8, 1, 1),
         output_shape=(64,),
     )
     example.run(machine := MetalCPU())
@@ -182,7 +171,6 @@ def test_a_misaligned_vector_is_a_fault_and_not_the_end_of_the_process(verb: str
 
 def test_edges_of_a_grid_have_smaller_threadgroups() -> None:
     example = Example(
-        text="// nothing before the body",
         body="""
         uint i = thread_position_in_grid.x + 5 * thread_position_in_grid.y;
         out[i] = 100 * threads_per_threadgroup.x + 10 * threads_per_threadgroup.y

@@ -89,8 +89,6 @@ def test_errors_in_functions_that_are_instantiated_are_found() -> None:
         body="out[thread_position_in_grid.x] = first(x);",
         inputs={"x": mx.zeros((9,))},
         grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        output_shape=(1,),
     )
     kernel = capture(example.launch(), list(example.inputs.values())).kernel
     assert [fault.line for fault in lint(kernel)] == [3]

@@ -2,15 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from metal_cpu import KernelStopped, MetalCPU, requires_compiler
-from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED, Example, turned_expected
-from metal_cpu.mutants import BARRIER, MUTANTS, Mutant
+from metal_cpu.examples import BARRIER, COUNTS, ROW_SUMS, TURNED, Example, turned_expected
+from tests.tables import table
 
 pytestmark = [requires_compiler, pytest.mark.ci]
+
+MUTANTS: dict[str, Any] = table(__file__, "mutants.yml")["mutants"]
+EXAMPLES = {
+    "rows": ROW_SUMS,
+    "turned": TURNED,
+    "counts": COUNTS,
+    "counts by two": replace(COUNTS, threadgroup=(32, 1, 1)),
+}
 
 
 def row_sums_expected() -> mx.array:
@@ -18,17 +27,17 @@ def row_sums_expected() -> mx.array:
 
 
 @pytest.mark.alike
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_mutants_are_caught(mutant: Mutant) -> None:
-    change = {mutant.old: mutant.new}
-    machine = MetalCPU(replace=change)
-    mutant.example.run(machine)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name: str) -> None:
+    example, old, new, kind, *at = MUTANTS[name]
+    machine = MetalCPU(replace={old: new})
+    EXAMPLES[example].run(machine)
     (report,) = machine.reports
-    places = [(fault.file, fault.line) for fault in report.faults if fault.kind == mutant.kind]
+    places = [(fault.file, fault.line) for fault in report.faults if fault.kind == kind]
     assert places, report.faults
-    if mutant.at:
-        assert ("example.metal", mutant.example.line_of(mutant.at, change)) in places
-    with pytest.raises(AssertionError, match=mutant.kind):
+    for fragment in at:
+        assert ("example.metal", EXAMPLES[example].line_of(fragment, {old: new})) in places
+    with pytest.raises(AssertionError, match=kind):
         machine.assert_clean()
 
 
@@ -68,14 +77,8 @@ def test_an_output_may_stay_unwritten_but_not_be_read() -> None:
     out = replace(ROW_SUMS, text=text).run(machine)
     machine.assert_clean()
     assert mx.isnan(out).tolist() == [False] * 4 + [True, False]
-    copy = Example(
-        text="METAL_FUNC float same(float x) { return x; }",
-        body="out[thread_position_in_grid.x] = same(x[thread_position_in_grid.x]);",
-        inputs={"x": out},
-        grid=(6, 1, 1),
-        threadgroup=(6, 1, 1),
-        output_shape=(6,),
-    )
+    body = "out[thread_position_in_grid.x] = x[thread_position_in_grid.x];"
+    copy = Example(body=body, inputs={"x": out}, grid=(6, 1, 1))
     copy.run(machine)
     assert machine.reports[1].kinds() == {"uninitialised read"}
     copy.run(fresh := MetalCPU())

@@ -4,8 +4,7 @@ import mlx.core as mx
 import pytest
 
 from metal_cpu import MetalCPU, requires_compiler
-from metal_cpu.examples import ROW_SUMS, Example
-from metal_cpu.mutants import BARRIER
+from metal_cpu.examples import BARRIER, ROW_SUMS, Example
 
 pytestmark = [requires_compiler, pytest.mark.ci]
 
@@ -49,21 +48,15 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 def test_races_of_a_kernel_are_reported(name: str, seed: int) -> None:
     body, races = BODIES[name]
-    example = Example(
-        text="// the body does it all",
-        body=f"uint i = thread_position_in_grid.x;\n{START}\n{body}\n{END}",
-        inputs={"x": mx.arange(64).astype(mx.float32)},
-        grid=(64, 1, 1),
-        threadgroup=(64, 1, 1),
-        output_shape=(64,),
-    )
+    body = f"uint i = thread_position_in_grid.x;\n{START}\n{body}\n{END}"
+    inputs = {"x": mx.arange(64).astype(mx.float32)}
+    example = Example(body=body, inputs=inputs, grid=(64, 1, 1))
     machine = MetalCPU(seed=seed)
     example.run(machine)
     assert machine.reports[0].kinds() == ({"race"} if races else set())
 
 
 ORDER = Example(  # each thread notes how many came before it
-    text="// the body does it all",
     body="""
     out[thread_position_in_grid.x] = atomic_fetch_add_explicit(
         (device atomic<uint>*)&out[192], 1u, memory_order_relaxed);

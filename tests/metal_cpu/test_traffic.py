@@ -12,12 +12,10 @@ pytestmark = requires_compiler
 
 def report_of(body: str, *, threads: int = 64, threadgroup: int = 64) -> Report:
     example = Example(
-        text="// the body does it all",
         body=f"uint i = thread_position_in_grid.x, lane = thread_index_in_simdgroup;\n{body}",
         inputs={"x": mx.arange(256).astype(mx.float16), "scales": mx.ones((16,))},
         grid=(threads, 1, 1),
         threadgroup=(threadgroup, 1, 1),
-        output_shape=(threads,),
     )
     machine = MetalCPU(seed=1)
     example.run(machine)

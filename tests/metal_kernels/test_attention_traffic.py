@@ -8,11 +8,19 @@ from metal_cpu import MetalCPU, requires_compiler
 from models.runs import every
 from scenes import Scene, build
 
-from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.attention_plan import AttentionPlan
 from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
 
 SAMPLE = [(64, 8, 8, 1), (128, 16, 4, 1), (128, 4, 1, 1), (128, 4, 16, 1), (256, 16, 8, 1)]
 SAMPLE += [(128, 8, 4, 4), (256, 4, 16, 4)]
+
+
+def attended(scene: Scene, replace: dict[str, str] | None = None) -> tuple[MetalCPU, AttentionPlan]:
+    """The machine on which attention ran without a fault, and the plan of it."""
+    made, machine = build(scene), MetalCPU(replace=replace)
+    arguments = made.queries, made.keys, made.values, made.plan
+    machine.clean(lambda: paged_attention_on_metal(*arguments, scale=1.0))
+    return machine, made.plan
 
 
 def assert_least(ours: Moved, group: int, queries: int, most: float = 1.05) -> None:
@@ -81,11 +89,8 @@ HALVES = "{groups[2 * (token * GROUPS + group)], groups[2 * (token * GROUPS + gr
 def test_scale_and_bias_are_one_load_of_four_bytes(
     bits: int, prefill: bool, replace: dict[str, str], loads: int
 ) -> None:
-    inputs = build(Scene([150], [20 if prefill else 1], bits=(bits, bits), prefill=prefill))
-    machine = MetalCPU(replace=replace)
-    with running_on(machine):
-        paged_attention_on_metal(inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=1.0)
-    machine.assert_clean()
+    scene = Scene([150], [20 if prefill else 1], bits=(bits, bits), prefill=prefill)
+    machine, _ = attended(scene, replace)
     buffers = machine.reports[0].buffers
     for kind in ("key", "value"):
         groups = buffers[f"{kind}_groups"]
@@ -106,15 +111,9 @@ def test_latents_are_read_once_for_16_heads(heads: int) -> None:
 def test_the_second_pass_reads_partials_once_and_shares_them_among_simd_groups() -> None:
     barriers = set()
     for items in (8, 40):
-        inputs = build(Scene([16 * items], [1], group=2, item_blocks=1))
-        machine = MetalCPU()
-        with running_on(machine):
-            paged_attention_on_metal(
-                inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=1.0
-            )
-        machine.assert_clean()
+        machine, plan = attended(Scene([16 * items], [1], group=2, item_blocks=1))
         first, reduce = machine.reports
-        assert (reduce.kernel, inputs.plan.num_items) == ("attention_reduce", items)
+        assert (reduce.kernel, plan.num_items) == ("attention_reduce", items)
         partials, figures = (reduce.buffers[name] for name in ("partials", "figures"))
         assert partials.requested_bytes == partials.unique_bytes
         assert partials.unique_bytes == first.buffers["outputs"].stored_bytes

@@ -420,26 +420,22 @@ def test_self_checks_refuse(name: str) -> None:
 
 
 @requires_compiler
-@pytest.mark.parametrize("kind", every(4, [k for k in KINDS if not k.endswith("attention")]))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *every(4, [kind for kind in KINDS if not kind.endswith("attention")]),
+        *(pytest.param(kind, marks=pytest.mark.ci) for kind in (PAGED, PREFILL, MLA)),
+    ],
+)
 def test_what_is_timed_is_right_too(kind: str) -> None:
-    """Attention is timed at lengths that take minutes here."""
-    for sequences, context in KINDS[kind].loads:
-        case = KINDS[kind].timed(KINDS[kind].samples[0], sequences, context)
+    """Attention at a shorter context: those that it is timed at take minutes here."""
+    is_attention = kind.endswith("attention")
+    for load, context in [(2, 700)] if is_attention else KINDS[kind].loads:
+        case = KINDS[kind].timed(KINDS[kind].samples[-1 if is_attention else 0], load, context)
         with running_on(MetalCPU(checked=False)):
             result = case.kernel()
         verdict = compare(result, case.twin(), case)
-        assert verdict.status == OK, (sequences, verdict)
-
-
-@pytest.mark.alike
-@requires_compiler
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", [PAGED, PREFILL, MLA])
-def test_attention_that_is_timed_is_right_too(kind: str) -> None:
-    case = KINDS[kind].timed(KINDS[kind].samples[-1], 2, 700)
-    with running_on(MetalCPU(checked=False)):
-        result = case.kernel()
-    assert compare(result, case.twin(), case).status == OK
+        assert verdict.status == OK, (load, verdict)
 
 
 SAMPLES = [

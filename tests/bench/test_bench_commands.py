@@ -1,7 +1,6 @@
 """The commands as processes of their own: the BLAS must be there before MLX is."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ import mlx.core as mx
 import pytest
 from pooling.tiny_pooling import pooling_folder
 
+from benchmarks.processes import run_python
 from benchmarks.real import q4_0, q8_0
 
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
@@ -35,12 +35,7 @@ LONGEST = ("speculate", "memory", "load", "soak", "fair", "gpu")
 
 
 def bench(*arguments: str) -> str:
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "\n".join(run_python("-m", "benchmarks", *arguments, COLUMNS="120").lines)
 
 
 def measured(*arguments: str) -> Any:
@@ -167,5 +162,4 @@ def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
         "after = r.getrlimit(r.RLIMIT_NOFILE)\n"
         "print(after[0] == min(before[0], after[1]), after[1] in (before[1], 4096))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
+    assert run_python("-c", code).lines == ["True True"]

@@ -1,15 +1,13 @@
 """`bench real`: sizes counted from files; (slow) conversions beside mlx-lm's."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from convert_cases import convert, write_source
 
 from benchmarks.conversions import bits_per_weight
+from benchmarks.processes import run_python
 
 
 @pytest.mark.parametrize("recipe", ["4bit", "6bit-g32", "mxfp4", "bf16"])
@@ -21,10 +19,8 @@ def test_sizes_are_counted_as_the_report_counts(tmp_path: Path, recipe: str) -> 
 @pytest.mark.slow
 def test_a_target_of_four_and_a_half_bits_beats_uniform_four() -> None:
     model = ["--parts", "conversion", "--model", "tests/data/demo-bf16"]
-    command = [sys.executable, "-m", "benchmarks", "real", *model, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    by_name = {one["label"]: one for one in json.loads(done.stdout)["conversion"]}
+    lines = run_python("-m", "benchmarks", "real", *model, "--json").lines
+    by_name = {one["label"]: one for one in json.loads("".join(lines))["conversion"]}
     ours, theirs = by_name["mlxinfer --target-bpw 4.5"], by_name["mlx-lm 4 bits"]
     assert ours["bits"] <= theirs["bits"]
     assert ours["kl_mean"] < 0.7 * theirs["kl_mean"]

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 from convert_cases import TEXT, write_source
 
 from benchmarks.checkpoints import Dense
+from benchmarks.processes import run_python
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import SourceModel, open_source
 
@@ -61,10 +60,8 @@ def hollow_checkpoint(folder: Path, sizes: Dense) -> Path:
 
 def peaks(folder: Path, *options: str) -> tuple[int, int]:
     """Bytes that a process grows by while it converts, and all of its bytes."""
-    command = [sys.executable, "-c", PROGRAM, "convert", str(folder), str(folder / ".." / "out")]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    grown, whole = map(int, done.stdout.splitlines()[-1].split())
+    command = ["convert", str(folder), str(folder / ".." / "out"), *options]
+    grown, whole = map(int, run_python("-c", PROGRAM, *command).lines[-1].split())
     return grown, whole
 
 

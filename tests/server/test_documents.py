@@ -103,7 +103,7 @@ def test_a_stored_response_keeps_the_text(live: LiveServer) -> None:
         body = asked(RESPONSES, part_of(RESPONSES, pdf("Text")))
         first = server.post(RESPONSES, {**body, "max_output_tokens": 4}).json()
         items = server.get(f"{RESPONSES}/{first['id']}/input_items").json()["data"]
-        assert items[0]["content"][0]["file_data"] == "data:text/plain,Text"
+        assert items[0]["content"][0]["file_data"] == f"data:text/plain;base64,{coded(b'Text')}"
         after = {"input": "And?", "previous_response_id": first["id"], "max_output_tokens": 4}
         second = server.post(RESPONSES, after).json()
         assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]

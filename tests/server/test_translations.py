@@ -263,6 +263,11 @@ DOCUMENTS: list[tuple[Read, dict[str, Any], str]] = [
     ),
     (read_response, {"type": "input_file", "file_data": PLAIN}, "<file>\na,b\n</file>"),
     (
+        read_response,
+        {"type": "input_file", "file_data": "data:text/plain;charset=utf-8,5%25%20of%20%C3%A9é"},
+        "<file>\n5% of éé\n</file>",
+    ),
+    (
         read_messages,
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}},
         "<file>\na\n</file>",
@@ -292,8 +297,8 @@ def test_text_documents_are_read() -> None:
 
 
 def test_other_files_are_refused() -> None:
-    other_files = ["data:image/png;base64,AAAA", "data:application/pdf,x", "é"]
-    for data in other_files:
+    typed = ["image/png;base64,AAAA", "application/pdf,x", "text/plain,%FF"]
+    for data in ["é", *(f"data:{rest}" for rest in typed)]:
         part = {"type": "input_file", "file_data": data}
         with pytest.raises(InvalidRequestError) as caught:
             read_response(input=[{"role": "user", "content": [part]}])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -56,7 +57,7 @@ class SentFile(msgspec.Struct, kw_only=True, omit_defaults=True):
             yield PdfPart(data, f"{path}.file_data", self._be_text, is_earlier)
 
     def _be_text(self, text: str) -> None:
-        self.file_data = f"data:text/plain,{text}"
+        self.file_data = f"data:text/plain;base64,{base64.b64encode(text.encode()).decode()}"
 
 
 async def read_pdfs(call: Call, parts: Iterable[PdfPart]) -> list[str]:
@@ -91,7 +92,7 @@ class _DataUrl(NamedTuple):
     """A `data:` URL in its parts."""
 
     kind: str  # the media type; "": none is stated
-    is_base64: bool  # the content is base64, and otherwise the text itself
+    is_base64: bool  # the content is base64, and otherwise percent-encoded (RFC 2397)
     content: str
 
     @classmethod
@@ -117,12 +118,13 @@ def text_of_file(data: str, path: str) -> str:
     """The text of a file that a request holds as a data URL or in base64."""
     url = _DataUrl.parse(data) or _DataUrl("", is_base64=True, content=data)
     check_text_type(url.kind or "text/plain", path)
-    if not url.is_base64:
-        return url.content
     try:
-        return base64.b64decode(url.content, validate=True).decode()
+        if url.is_base64:
+            return base64.b64decode(url.content, validate=True).decode()
+        return unquote_to_bytes(url.content).decode()
     except (binascii.Error, UnicodeError, ValueError):
-        raise InvalidRequestError.of(path, "is no base64 of a text in UTF-8.") from None
+        form = "base64" if url.is_base64 else "percent-encoded form"
+        raise InvalidRequestError.of(path, f"is no {form} of a text in UTF-8.") from None
 
 
 def check_text_type(kind: str, path: str) -> None:

@@ -1,9 +1,7 @@
 """The bundled demo models, the corpus that they were trained on, and their answers."""
 
-import importlib
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,23 +11,19 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer
 
+from examples.demo_model import corpus, grade, questions, skills, sums, variation
+from examples.demo_model import tokenizer as tokenizing
+from examples.demo_model.tools import conversations as tool_talk
+from examples.demo_model.tools import form as tool_form
+from examples.demo_model.tools import grade as tools
+from examples.demo_model.tools import held_out
 from mlxinfer import LLM
 from mlxinfer.text import ChatTemplate
 
-ROOT = Path(__file__).parents[1]
-ASSETS = ROOT / "mlxinfer" / "assets"
+ASSETS = Path(__file__).parents[1] / "mlxinfer" / "assets"
 FOLDERS = (ASSETS / "demo", ASSETS / "demo-draft")
-sys.path.insert(0, str(ROOT))
-corpus = importlib.import_module("examples.demo_model.corpus")
-tokenizing = importlib.import_module("examples.demo_model.tokenizer")
-grade = importlib.import_module("examples.demo_model.grade")
-questions = importlib.import_module("examples.demo_model.questions")
-skills = importlib.import_module("examples.demo_model.skills")
-sums = importlib.import_module("examples.demo_model.sums")
-variation = importlib.import_module("examples.demo_model.variation")
-tool_form = importlib.import_module("examples.demo_model.tools.form")
-tool_talk = importlib.import_module("examples.demo_model.tools.conversations")
-held_out = importlib.import_module("examples.demo_model.tools.held_out")
+
+pytestmark = pytest.mark.demo
 
 
 @pytest.fixture(scope="module")
@@ -238,11 +232,6 @@ def as_openai(message: corpus.Message) -> dict:
     function = {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}
 
-
-pytestmark = pytest.mark.demo
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-tools = importlib.import_module("examples.demo_model.tools.grade")
 
 EMBARRASSED = (  # by an earlier demo
     "2+2?",

@@ -1,7 +1,6 @@
 """Whether a model fits follows from sizes alone, and agrees with what the cache would take."""
 
 import json
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +38,7 @@ from mlxinfer.models import load, load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
 from mlxinfer.models.mtp import load_mtp
 from mlxinfer.models.weights.files import expert_bytes, read_headers
+from tests.seeds import seeded
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 64},
@@ -70,9 +70,7 @@ def test_a_conversion_leaves_what_sees_pictures_as_it_is(tmp_path: Path) -> None
 
 
 def test_the_longest_context_fits_and_one_token_more_does_not(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     model = config(tmp_path)
     for _ in range(50):
         bits, limit = rng.choice((16, 8, 4)), rng.randrange(WEIGHTS, 12 * WEIGHTS)
@@ -97,9 +95,7 @@ def test_verdicts_follow_from_the_context_that_is_left(tmp_path: Path) -> None:
 
 def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
     """The proposals are true: as converted, as shortened, as shared."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     refused = pipelined = 0
     for _ in range(200):
         quantised = rng.choice([{}, {"quantization": {"bits": 4, "group_size": 64}}])
@@ -176,9 +172,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
 
 def test_a_model_is_refused_where_show_says_it_does_not_fit(memory: Callable[[float], int]) -> None:
     folder, weights = hub.resolve("demo"), weights_of_demo()
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng, seen = random.Random(seed), set()
+    rng, seen = seeded(), set()
     for _ in range(40):
         num_bytes = int(weights * rng.uniform(0.8, 4))
         limit, mac = memory(num_bytes), Machine("M4", CHIPS["M4"], num_bytes)
@@ -289,10 +283,8 @@ def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:
 
 def test_sizes_are_those_of_loaded_models_and_of_their_caches(tmp_path: Path) -> None:
     """Of families that are drawn, and of those whose layers keep an index."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     indexed = [f"{name}-v4" for name in ("qwen4_exp_text", "glm5_next_text", "minimax_m3_vl_text")]
-    for case in {*random.Random(seed).sample([*CASES], 12), *indexed}:
+    for case in {*seeded().sample([*CASES], 12), *indexed}:
         folder = tiny_checkpoint(tmp_path / case, case)
         model = load(folder)
         # Latent attention also holds a projection turned round: little, at full size.
@@ -304,9 +296,7 @@ def test_sizes_are_those_of_loaded_models_and_of_their_caches(tmp_path: Path) ->
 
 
 def test_heads_count_where_speculation_loads_them(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    for case in random.Random(seed).sample(MTP_CASES, 4):
+    for case in seeded().sample(MTP_CASES, 4):
         folder = mtp_checkpoint(tmp_path / case, case)
         model, header = load(folder), header_bytes(folder)
         with_head = model.num_bytes + load_mtp(folder, model).num_bytes

@@ -1,7 +1,6 @@
 """Stored conversations: trees of messages, kept by owner, found by words, whole after a kill."""
 
 import dataclasses
-import random
 import sqlite3
 import stat
 import time
@@ -21,6 +20,7 @@ from mlxinfer.history import (
     text_sent,
     title_of,
 )
+from tests.seeds import seeded
 
 TALK = "conversation"
 
@@ -35,9 +35,7 @@ def history(tmp_path: Path) -> History:
 
 
 def test_random_trees_come_back_as_they_were_saved(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     history = History(tmp_path / "h.db")
     expected: dict[str, StoredMessage] = {}
     for _ in range(120):

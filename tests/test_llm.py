@@ -267,7 +267,7 @@ def test_one_bad_request_of_a_batch_leaves_the_engine_running(llm: LLM) -> None:
     assert llm.stats()["running"] == 0
 
 
-def test_too_long_prompts(llm: LLM) -> None:
+def test_prompts_that_are_too_long_are_refused_with_their_length(llm: LLM) -> None:
     long = [5] * llm.model_info.max_context
     with pytest.raises(mlxinfer.ContextLengthError, match=f"{len(long)} tokens"):
         llm.generate(long)
@@ -307,7 +307,7 @@ def test_options_of_wrong_values_are_refused_by_name(arguments: dict[str, object
         LLM("demo-draft", **arguments)  # type: ignore[arg-type]
 
 
-def test_unknown_and_broken_models(tmp_path: Path) -> None:
+def test_unknown_and_broken_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(mlxinfer.ModelNotFoundError):
         LLM(str(tmp_path / "nowhere"))
     demo = Path(mlxinfer.__file__).parent / "assets" / "demo-draft"

@@ -3,7 +3,6 @@
 import io
 import os
 import pty
-import random
 import re
 import sys
 import termios
@@ -14,6 +13,7 @@ import pytest
 
 from mlxinfer import progress
 from mlxinfer.progress import rare_lines
+from tests.seeds import seeded
 
 
 def test_new_steps_and_each_minute_get_a_line_with_the_time_left(
@@ -45,9 +45,7 @@ def test_the_time_left_of_a_step_is_of_its_own_pace(
     resumed: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Steps take turns, at a steady pace each; an earlier run may have done a part of both."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = seeded()
     now_s, total = 0.0, 1000
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
     show = rare_lines()

@@ -2,7 +2,6 @@
 
 import _thread
 import queue
-import random
 import signal
 import sys
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mlxinfer.threads import Reply, run_apart, take
+from tests.seeds import seeded
 
 LATEST_S = 5.0  # far above SIGNAL_CHECK_S, far below RELEASE_S
 RELEASE_S = 20.0  # a wait that lost its signal ends
@@ -67,8 +67,6 @@ def wait_for_a_call(released: threading.Event) -> object:
 
 @pytest.mark.parametrize("wait", [wait_for_a_queue, wait_for_a_reply, wait_for_a_call])
 def test_ctrl_c_soon_ends_a_wait(wait: Callable[[threading.Event], object]) -> None:
-    seed = time.time_ns() % 10**6
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(25):
         assert interrupted_after_s(wait, rng.uniform(0, 20e-6)) < LATEST_S

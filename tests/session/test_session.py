@@ -14,6 +14,7 @@ from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.grammar import spec
 from mlxinfer.session.inputs import ChatInput, TextInput
 from mlxinfer.session.session import Session
+from tests.watching import note_calls
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DRAWN = SamplingParams(max_tokens=12, temperature=3.0, seed=2**63 - 1)
@@ -49,14 +50,7 @@ def test_answers_are_cut_to_the_context(session: Session) -> None:
 
 
 def test_what_is_too_long_is_not_encoded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    encode = session.tokenizer.encode
-
-    def watched(text: str, **how: Any) -> list[int]:
-        seen.append(len(text))
-        return encode(text, **how)
-
-    monkeypatch.setattr(session.tokenizer, "encode", watched)
+    seen = note_calls(monkeypatch, session.tokenizer, "encode", lambda text, **_: len(text))
     long = "word " * 2_000_000
     call = {"function": {"name": "f", "arguments": json.dumps({"text": long})}}
     for given in (
@@ -146,14 +140,7 @@ def test_limits_are_values_and_renewed_after_a_restart(monkeypatch: pytest.Monke
 def test_the_vocabulary_is_searched_once_for_each_breaker_however_many_tokens_follow(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched: list[str] = []
-    ids_with = session.tokenizer.ids_with
-
-    def counted(text: str) -> frozenset[int]:
-        searched.append(text)
-        return ids_with(text)
-
-    monkeypatch.setattr(session.tokenizer, "ids_with", counted)
+    searched = note_calls(monkeypatch, session.tokenizer, "ids_with", str)
     breakers = [f"breaker {number}" for number in range(200)]
     for max_tokens in (4, 40):
         params = SamplingParams(

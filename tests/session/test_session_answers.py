@@ -20,6 +20,7 @@ from mlxinfer.outputs import Result, Timing
 from mlxinfer.session.answers import Answer, Answers, AnswerStep, Mailbox
 from mlxinfer.session.prompt_scores import PromptScores
 from mlxinfer.text import TextStream, Tokenizer
+from tests.watching import note_calls
 
 TEXT = "one two three four five six seven eight nine ten"
 PROMPT = [5, 6, 7]
@@ -81,16 +82,16 @@ def read_on_a_thread(answers: Answers) -> tuple[list[AnswerStep], Exception | No
 
 
 def read_on_a_loop(answers: Answers) -> tuple[list[AnswerStep], Exception | None]:
-    async def read() -> tuple[list[AnswerStep], Exception | None]:
-        steps: list[AnswerStep] = []
-        try:
-            async for some in answers:
-                steps += some
-        except Exception as error:
-            return steps, error
-        return steps, None
+    async def collect() -> None:
+        async for some in answers:
+            steps.extend(some)
 
-    return asyncio.run(read())
+    steps: list[AnswerStep] = []
+    try:
+        asyncio.run(collect())
+    except Exception as error:
+        return steps, error
+    return steps, None
 
 
 both = pytest.mark.parametrize("read", [read_on_a_thread, read_on_a_loop])
@@ -317,15 +318,9 @@ class Target:
         self.num_aborts += 1
 
 
-async def test_events_arrive_in_order_and_share_wake_ups() -> None:
-    loop, wake_ups = asyncio.get_running_loop(), list[Any]()
-    original = loop.call_soon_threadsafe
-
-    def counting(*arguments: Any) -> Any:
-        wake_ups.append(arguments)
-        return original(*arguments)
-
-    loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
+async def test_events_arrive_in_order_and_share_wake_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    wake_ups = note_calls(monkeypatch, loop, "call_soon_threadsafe", lambda *work: work)
     mailbox: Any = Mailbox.of(loop)
     assert mailbox is Mailbox.of(loop)
     targets = [Target() for _ in range(3)]

@@ -1,13 +1,12 @@
 """A turn of an assistant: written by a chat template, and read back by what reads its model."""
 
-import json
 import re
 
-from text_data import tokenizer_with
+from text_data import answer_read, tokenizer_with
 
 from mlxinfer.errors import TemplateError
-from mlxinfer.outputs import ReasoningPart, TextPart, ToolCallDelta, joined_calls, merged
 from mlxinfer.text import (
+    ChatTemplate,
     TextStream,
     Tokenizer,
     ToolUse,
@@ -61,10 +60,16 @@ def tokenizer_of(source: str, *, has_tokens: bool, **variables: str) -> Tokenize
 
 def rendered(tokenizer: Tokenizer, messages, tools, **kwargs) -> str:
     """The prompt of messages in the forms that the template takes."""
-    chosen, format = tokenizer.template, detect_tools(tokenizer)
+    chosen = tokenizer.template
+    return render(
+        chosen, facts_of(chosen), detect_tools(tokenizer), messages, tools=tools, **kwargs
+    )
+
+
+def render(chosen: ChatTemplate, facts, format, messages, *, tools, **kwargs) -> str:
+    """As `rendered`, of a template whose facts are known; calls as text are in the format."""
     if tools and not chosen.reads("tools"):
         messages, tools = generic_messages(messages, tools), None
-    facts = facts_of(chosen)
     chat = facts.forms.apply(
         messages, lambda calls: format.write([WrittenCall.of(call) for call in calls])
     )
@@ -138,16 +143,6 @@ def read(tokenizer: Tokenizer, prompt: str, answer: str, tools=TOOLS):
     for pushes in (one_by_one, bytewise, [ids]):
         parser = use.parser() if use else None
         stream = TextStream(tokenizer, reasoning=reasoning, tools=parser, prompt_ids=prompt_ids)
-        parts = [part for push in pushes for part in stream.push(push)]
-        parts = merged([*parts, *stream.finish()])
-        calls = [
-            (call.name, json.loads(call.arguments))
-            for call in joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
-            if call.complete
-        ]
-        said, thought = (
-            "".join(part.text for part in parts if isinstance(part, kind)).strip()
-            for kind in (TextPart, ReasoningPart)
-        )
-        answers.append((calls, said, thought))
+        calls, said, thought = answer_read(stream, pushes)
+        answers.append((calls, said.strip(), thought.strip()))
     return answers

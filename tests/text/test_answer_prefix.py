@@ -52,10 +52,10 @@ def test_a_thought_is_open_until_its_end_tag(reasoning, before) -> None:
         prompt = (before + end).format(**tags)
         result = prefix_of(load_tokenizer("bytelevel"), reasoning, prompt)
         if thought is None:
-            assert not reasoning.is_open(result)
-            return
-        assert not reasoning.is_closed(result)
-        assert result.strip() == thought.format(**tags).strip()
+            assert not reasoning.is_open(result), end
+        else:
+            assert not reasoning.is_closed(result), end
+            assert result.strip() == thought.format(**tags).strip(), end
 
 
 @pytest.mark.parametrize("reasoning", [THINK, TYPED], ids=["tokens", "text"])

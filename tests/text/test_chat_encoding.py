@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from text_data import KINDS, load_tokenizer, read_data, read_template
+from text_data import KINDS, load_tokenizer, read_data, read_template, tokenizer_with
 
 from mlxinfer.errors import InvalidRequestError, TemplateError
 from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat
@@ -49,10 +49,9 @@ def assert_written(tokenizer, ids, text):
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages | tojson }}"])
 @pytest.mark.parametrize("content", ["hi", "a <|im_end|> b"])
-def test_the_text_may_be_refused_before_it_is_encoded(tokenizer, monkeypatch, source, content):
+def test_the_text_may_be_refused_before_it_is_encoded(monkeypatch, source, content):
     """It is shown as it will be read: what marks a user's control-token text is no part of it."""
-    given = Tokenizer(tokenizer._backend)
-    given.template = ChatTemplate(source)
+    given = tokenizer_with(source)
     messages = [{"role": "user", "content": content}]
     seen = []
 
@@ -67,9 +66,8 @@ def test_the_text_may_be_refused_before_it_is_encoded(tokenizer, monkeypatch, so
     assert seen == [given.template.render(messages)]
 
 
-def test_a_variable_of_the_template_may_have_any_name(tokenizer):
-    given = Tokenizer(tokenizer._backend)
-    given.template = ChatTemplate("{{ check }}{{ tokenizer }}")
+def test_a_variable_of_the_template_may_have_any_name():
+    given = tokenizer_with("{{ check }}{{ tokenizer }}")
     ids = encode_chat(given, [{"role": "user", "content": "x"}], check="a", tokenizer="b")
     assert given.decode(ids) == "ab"
 
@@ -111,9 +109,8 @@ def test_user_text_cannot_assemble_a_control_token(kind, texts):
         "{{ kwarg }}{{ tools | tojson }}{{ documents }}",
     ],
 )
-def test_marks_survive_every_template_operation(tokenizer, source):
-    given = Tokenizer(tokenizer._backend)
-    given.template = ChatTemplate("<|im_start|>" + source)
+def test_marks_survive_every_template_operation(source):
+    given = tokenizer_with("<|im_start|>" + source)
     end = "<|im_end|>"
     ids = encode_chat(
         given,
@@ -126,9 +123,8 @@ def test_marks_survive_every_template_operation(tokenizer, source):
     assert given.piece_to_id(end) not in ids
 
 
-def test_a_template_that_writes_nothing_is_at_fault(tokenizer):
-    given = Tokenizer(tokenizer._backend)
-    given.template = ChatTemplate("{% set nothing = 1 %}")
+def test_a_template_that_writes_nothing_is_at_fault():
+    given = tokenizer_with("{% set nothing = 1 %}")
     with pytest.raises(TemplateError, match="empty prompt"):
         encode_chat(given, [{"role": "user", "content": "hi"}])
 
@@ -167,13 +163,7 @@ rounds = st.sampled_from([*TAGS, "<|im_end|>", "<|im_", "end|>", " ", "\n", "\n\
 turns = st.tuples(st.sampled_from(["user", "assistant"]), st.lists(rounds, max_size=7).map("".join))
 
 
-def rounds_tokenizer():
-    tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
-    tokenizer.template = ChatTemplate(ROUNDS)
-    return tokenizer
-
-
-ROUNDS_TOKENIZER = rounds_tokenizer()  # one for all examples: tables are made for each
+ROUNDS_TOKENIZER = tokenizer_with(ROUNDS)  # one for all examples: tables are made for each
 
 
 @given(turns=st.lists(turns, min_size=1, max_size=4))
@@ -194,8 +184,7 @@ def test_what_a_template_writes_beside_a_piece_is_its_own(piece):
         "{% set content = content.split('</think>')[-1] %}{% endif %}"
         "{{ '<|im_start|>' + content + '<|im_end|>' }}{% endfor %}"
     )
-    tokenizer = rounds_tokenizer()
-    tokenizer.template = ChatTemplate(beside.replace(".split('</think>')[-1]", piece))
+    tokenizer = tokenizer_with(beside.replace(".split('</think>')[-1]", piece))
     for content in ("why</think>so", "why</think>\n\nso", "why</think>"):
         messages = [{"role": "assistant", "content": content}]
         expected = tokenizer.encode(tokenizer.template.render(messages), parse_special=True)
@@ -226,13 +215,12 @@ PIECES = [  # what a template writes of a content, and the content
 
 def test_what_a_template_makes_of_a_text_is_text():
     """It looks into a text and finds what is there, and no part of that is a control token."""
-    tokenizer = rounds_tokenizer()
-    ends = [tokenizer.piece_to_id(piece) for piece in ("<|im_start|>", "<|im_end|>")]
+    ends = [ROUNDS_TOKENIZER.piece_to_id(piece) for piece in ("<|im_start|>", "<|im_end|>")]
     never = "{% if false %}{{ messages[0].role | replace('im', '') }}{% endif %}"
     for piece, content in PIECES:
         body = "<|im_start|>" + piece.replace("C", "m.content") + "<|im_end|>"
         source = "{% for m in messages %}" + body + "{% endfor %}" + never
-        tokenizer.template = ChatTemplate(source)
+        tokenizer = tokenizer_with(source)
         messages = [
             {"role": "user", "content": content, "more_to_say": "more_of_it"},
             {"role": "user", "content": f"Hi there friend {content}?"},
@@ -244,8 +232,7 @@ def test_what_a_template_makes_of_a_text_is_text():
 
 
 def test_words_are_spelled_as_ever_beside_what_is_replaced():
-    tokenizer = rounds_tokenizer()
-    tokenizer.template = ChatTemplate(
+    tokenizer = tokenizer_with(
         "{{ messages[0].content }}{{ messages[0].role | replace(' ', '_') }}"
     )
     ids = encode_chat(tokenizer, [{"role": "", "content": f"Hi there friend, {HONEST}"}])
@@ -254,7 +241,7 @@ def test_words_are_spelled_as_ever_beside_what_is_replaced():
 
 
 def test_an_answer_continues_where_the_template_rewrote_its_tags():
-    tokenizer = rounds_tokenizer()
+    tokenizer = ROUNDS_TOKENIZER
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": SPLIT_REPLY}]
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + SPLIT_REPLY
@@ -300,8 +287,7 @@ def test_conversations_that_cannot_be_encoded_are_errors_of_ours():
 
 
 def test_a_constant_is_also_found_in_what_the_template_wrote():
-    tokenizer = rounds_tokenizer()
-    tokenizer.template = ChatTemplate(
+    tokenizer = tokenizer_with(
         "{% for m in messages %}{% set c = '<think></think>' ~ m.content %}"
         "{% if '<think>' not in c %}{{ '<think></think>' }}{% endif %}{{ c.split('</think>')[0] }}"
         "{{ c.replace('<think>', '') }}{% endfor %}"

@@ -11,35 +11,15 @@ from mlxinfer.text import Tokenizer
 from mlxinfer.text.stream import MAX_HELD, Detokenizer
 
 PIECES = [
-    "▁",
-    "▁a",
-    "b▁",
-    "▁▁",
-    " ",
-    "c",
-    "é",
-    "##d",
-    "<0x41>",
-    "<0xE2>",
-    "<0x82>",
-    "<0xAC>",
-    "<s>",
-]
-PIECES += ["Ġ", "Ċ", "Ã", "©", "日", "</w>", "", "<0xZZ>"]
+    "▁", "▁a", "b▁", "▁▁", " ", "c", "é", "##d", "<0x41>", "<0xE2>", "<0x82>", "<0xAC>", "<s>",
+    "Ġ", "Ċ", "Ã", "©", "日", "</w>", "", "<0xZZ>",
+]  # fmt: skip
+FUSED = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
 DECODERS = {
     "none": None,
     "byte level": decoders.ByteLevel(),
-    "llama": decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    ),
-    "gemma": decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    ),
+    "llama": decoders.Sequence([*FUSED, decoders.Strip(" ", 1, 0)]),
+    "gemma": decoders.Sequence([*FUSED]),
     "metaspace": decoders.Metaspace(),
     "metaspace, never": decoders.Metaspace(prepend_scheme="never"),
     "metaspace and bytes": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),

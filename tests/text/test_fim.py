@@ -42,6 +42,6 @@ def test_empty_texts_and_other_files():
     ]  # fmt: skip
 
 
-def test_models_without_such_tokens():
+def test_models_without_marks_of_a_gap_fill_none():
     assert fim_tokens(load_tokenizer("bytelevel")) is None
     assert fim_tokens(tokenizer_with(tokens=["<|fim_prefix|>", "<|fim_suffix|>"])) is None

@@ -1,18 +1,18 @@
 """Thoughts and calls in formats that no template shows whole: any cut, one answer."""
 
 import json
-import random
 
 import jsonschema
 import llguidance
 import pytest
 from models.runs import every
-from text_data import pieces, tokenizer_with
+from text_data import answer_read, pieces, tokenizer_with
 
-from mlxinfer.outputs import ReasoningPart, TextPart, ToolCallDelta, joined_calls, merged
+from mlxinfer.outputs import TextPart, ToolCallDelta, joined_calls
 from mlxinfer.text import TextStream, ToolUse, detect_reasoning, detect_tools, tool_format
 from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
 from mlxinfer.text.tools.use import AnswerGrammar
+from tests.seeds import seeded
 
 PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "code": {"type": "string"}}
 PROPERTIES["stops"] = {
@@ -82,18 +82,7 @@ def read(tokenizer, text, prompt="", tools=TOOLS):
     for cuts in (range(len(ids)), range(0, len(ids), 7), ()):
         parser = use.parser() if use else None
         stream = TextStream(tokenizer, reasoning=reasoning, tools=parser, prompt_ids=prompt_ids)
-        parts = [part for piece in pieces(ids, list(cuts)) for part in stream.push(piece)]
-        parts = merged([*parts, *stream.finish()])
-        calls = [
-            (call.name, json.loads(call.arguments))
-            for call in joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
-            if call.complete
-        ]
-        texts = (
-            "".join(part.text for part in parts if isinstance(part, kind))
-            for kind in (TextPart, ReasoningPart)
-        )
-        answers.append((calls, *texts))
+        answers.append(answer_read(stream, pieces(ids, list(cuts))))
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
@@ -264,8 +253,7 @@ def test_forced_calls_are_read_back(name, has_tokens):
     use = ToolUse.plan(tokenizer, format, CHOSEN, "required")
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False, parse_special=True)
     grammar = AnswerGrammar(tokenizer, None, (), use).forced()
-    seed = random.randrange(1 << 30)
-    rng = random.Random(seed)
+    rng = seeded()
     for _ in range(10):
         ids = generated(tokenizer, grammar, rng)
         stream = TextStream(
@@ -274,10 +262,10 @@ def test_forced_calls_are_read_back(name, has_tokens):
         parts = [*(part for i in ids for part in stream.push([i])), *stream.finish()]
         calls = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        assert calls, (seed, text)
+        assert calls, text
         for call in calls:
-            assert call.complete, (seed, text)
+            assert call.complete, text
             arguments = json.loads(call.arguments)
             jsonschema.validate(arguments, CHOSEN[0]["function"]["parameters"])
         said = "".join(part.text for part in parts if isinstance(part, TextPart))
-        assert not said.strip(), (seed, text)
+        assert not said.strip(), text

@@ -13,16 +13,15 @@ import pytest
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from published import FOR_TOOLS_ONLY, VARIABLES, probed, sources, template
-from talking import read, tokenizer_of, turns_of, written_turn
+from talking import read, render, tokenizer_of, turns_of, written_turn
 
 from mlxinfer.errors import TemplateError
-from mlxinfer.text import ChatTemplate, WrittenCall
+from mlxinfer.text import ChatTemplate
 from mlxinfer.text.environment import to_json
 from mlxinfer.text.samples import TemplateFacts, probe
-from mlxinfer.text.template import with_text_arguments
 from mlxinfer.text.thinking import EFFORTS, OFF
 from mlxinfer.text.tokenizer_files import OWN_TEMPLATES
-from mlxinfer.text.tools import GENERIC, generic_messages
+from mlxinfer.text.tools import GENERIC
 
 pytestmark = pytest.mark.ci
 NOT_READ_BACK = {
@@ -100,15 +99,7 @@ def words_of(messages, *, system):
 
 def rendered(chosen: ChatTemplate, facts: TemplateFacts, messages, **kwargs) -> str:
     tools = TOOLS if any(m.get("tool_calls") for m in messages) else None
-    if tools and not chosen.reads("tools"):
-        messages, tools = generic_messages(messages, tools), None
-    chat = facts.forms.apply(
-        messages, lambda calls: GENERIC.write([WrittenCall.of(call) for call in calls])
-    )
-    try:
-        return chosen.render(chat, tools=tools, **kwargs)
-    except TemplateError:
-        return chosen.render(with_text_arguments(chat), tools=tools, **kwargs)
+    return render(chosen, facts, GENERIC, messages, tools=tools, **kwargs)
 
 
 def test_no_text_of_a_message_is_lost():

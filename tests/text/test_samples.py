@@ -1,10 +1,10 @@
 """A template that does not end is found once, in a process of its own."""
 
 import pytest
-from text_data import load_tokenizer, read_template
+from text_data import read_template, tokenizer_with
 
 from mlxinfer.errors import TemplateError
-from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat, environment, samples
+from mlxinfer.text import ChatTemplate, encode_chat, environment, samples
 from mlxinfer.text.samples import rendered_samples, samples_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -22,8 +22,7 @@ HOSTILE = {
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_template_is_stopped(source, monkeypatch):
     monkeypatch.setattr(samples._process, "max_seconds", 1.0)
-    tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
-    tokenizer.template = ChatTemplate(source)
+    tokenizer = tokenizer_with(source)
     try:
         with pytest.raises(TemplateError, match="was stopped"):
             encode_chat(tokenizer, HI)
@@ -47,8 +46,7 @@ def test_the_process_renders_what_is_rendered_here(name):
 def test_a_template_that_loops_for_some_messages_is_stopped(monkeypatch):
     later = "{% if messages|length > 40 %}" + HOSTILE["nested loops"] + "{% endif %}fine"
     monkeypatch.setattr(environment, "MAX_LOOP_S", 0.2)
-    tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
-    tokenizer.template = ChatTemplate(later)
+    tokenizer = tokenizer_with(later)
     assert encode_chat(tokenizer, HI)
     with pytest.raises(TemplateError, match="chat template was stopped: its loops took"):
         encode_chat(tokenizer, HI * 41)

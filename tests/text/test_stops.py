@@ -59,28 +59,19 @@ class CountedText(str):
     """A text that counts how often it is looked at."""
 
     looks: ClassVar = 0
-
-    def __lt__(self, other):
-        CountedText.looks += 1
-        return str.__lt__(self, other)
-
-    def __gt__(self, other):
-        CountedText.looks += 1
-        return str.__gt__(self, other)
-
-    def __eq__(self, other):
-        CountedText.looks += 1
-        return str.__eq__(self, other)
-
-    def __len__(self):
-        CountedText.looks += 1
-        return str.__len__(self)
-
-    def startswith(self, *args):
-        CountedText.looks += 1
-        return str.startswith(self, *args)
-
     __hash__ = str.__hash__
+
+
+def counting(method):
+    def look(*args):
+        CountedText.looks += 1
+        return method(*args)
+
+    return look
+
+
+for name in ("__lt__", "__gt__", "__eq__", "__len__", "startswith"):
+    setattr(CountedText, name, counting(getattr(str, name)))
 
 
 def test_a_token_looks_at_few_of_many_stop_strings():

@@ -38,24 +38,8 @@ def harmony():
     return tokenizer_with(tokens=MARKS)
 
 
-words = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<",
-        "</",
-        "think>",
-        " ",
-        "\n",
-        "a",
-        "ab",
-        "STOP",
-        "ST",
-        "OP",
-        "🙂",
-        "é",
-    ]
-)
+WORDS = ["<think>", "</think>", "<", "</", "think>", "a", "ab", "STOP", "ST", "OP", "🙂", "é"]
+words = st.sampled_from([*WORDS, " ", "\n"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -141,7 +142,7 @@ def test_ends_come_from_the_generation_config_first(tmp_path):
     assert tokenizer.bos_token_id == 0
 
 
-def test_ends_of_a_multimodal_config(tmp_path):
+def test_ends_come_from_the_text_part_of_a_multimodal_config(tmp_path):
     folder = make_folder(tmp_path, config={"text_config": {"eos_token_id": 7}}, tokenizer_config={})
     assert Tokenizer.from_folder(folder).eos_token_ids == {7}
 
@@ -246,7 +247,7 @@ def test_a_panic_of_the_library_is_an_invalid_request(capfd):
     assert tokenizer.encode("c") == []  # it goes on working
 
 
-def test_texts_that_are_not_text(tokenizer):
+def test_what_is_no_text_is_refused(tokenizer):
     for encode in (tokenizer.encode, tokenizer.encode_plain):
         for bad in ("\ud800", "a\udfffb", b"bytes", None, "x" * 16_000_001):
             with pytest.raises(InvalidRequestError):
@@ -254,7 +255,7 @@ def test_texts_that_are_not_text(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\x00b")) == "a\x00b"
 
 
-def test_ids_that_are_no_ids(tokenizer):
+def test_ids_that_are_no_token_ids_are_refused(tokenizer):
     for bad in ([-1], [2**32], ["1"], [None]):
         with pytest.raises(InvalidRequestError, match="token ids"):
             tokenizer.decode(bad)
@@ -262,7 +263,7 @@ def test_ids_that_are_no_ids(tokenizer):
     assert tokenizer.id_to_piece(tokenizer.vocab_size) is None
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no model; expected"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -285,22 +286,16 @@ def test_other_tokenizer_files_are_read_through_transformers(tmp_path, monkeypat
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     backend.normalizer = normalizers.Lowercase()
 
-    class Wrapper:
-        backend_tokenizer = backend
+    wrapper = SimpleNamespace(backend_tokenizer=backend)
 
-    class AutoTokenizer:
-        @staticmethod
-        def from_pretrained(folder, trust_remote_code):
-            assert trust_remote_code is False
-            return Wrapper()
+    def from_pretrained(folder, trust_remote_code):
+        assert trust_remote_code is False
+        return wrapper
 
-    class Module:
-        pass
-
-    Module.AutoTokenizer = AutoTokenizer
-    monkeypatch.setitem(sys.modules, "transformers", Module)
+    auto = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=auto))
     assert Tokenizer.from_folder(tmp_path).encode("B") == [1]
-    Wrapper.backend_tokenizer = None
+    wrapper.backend_tokenizer = None
     with pytest.raises(UnsupportedModelError, match="no form"):
         Tokenizer.from_folder(tmp_path)
 

@@ -59,7 +59,7 @@ def test_line_breaks_within_strings_are_mended():
     assert read_json('{"a\n": "b\tc"}') == ({"a\n": "b\tc"}, "")
 
 
-def test_what_is_no_json():
+def test_what_is_no_json_is_refused():
     for text in ("NaN", "Infinity", "True", "'a'", "01", "1.", ".5", "+1", "", "[1,]"):
         assert read_json(text) is None, text
 
@@ -110,7 +110,7 @@ def test_what_is_read_as_python_is_what_python_reads(text):
         assert len(value) < len(rewritten)  # keys that are no strings, or twice
 
 
-def test_what_is_no_literal():
+def test_what_is_no_literal_is_refused():
     for text in ("f(1)", "a.b", "1 + 1", "[1", "{1, 2}", "x", "1e999", ""):
         assert python_to_json(text) is None, text
 
@@ -159,7 +159,7 @@ def test_a_schema_that_refers_to_itself_many_times():
     assert time.process_time() - began < 1
 
 
-def test_tools_that_are_none() -> None:
+def test_wrong_tools_are_refused() -> None:
     no_tools = [
         ["f"], [{"type": "web_search"}], [{"type": "function", "function": {}}],
         [{"type": "function", "function": "f"}], [{"name": "f g"}], [{"name": ""}],

@@ -6,7 +6,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from mlxinfer.text import ChatTemplate, Tokenizer
+from mlxinfer.outputs import ReasoningPart, TextPart, ToolCallDelta, joined_calls, merged
+from mlxinfer.text import ChatTemplate, TextStream, Tokenizer
 from mlxinfer.text.tokenizer import load_backend
 
 DATA = Path(__file__).parents[1] / "data" / "text"
@@ -48,3 +49,19 @@ def pieces(ids: list, cuts: list[int]) -> list[list]:
     places = sorted({cut % (len(ids) + 1) for cut in cuts})
     edges = [0, *places, len(ids)]
     return [ids[a:b] for a, b in pairwise(edges)]
+
+
+def answer_read(stream: TextStream, pushes) -> tuple[list, str, str]:
+    """(whole calls, text, thought) that a stream gives for ids that come in these pushes."""
+    parts = [part for ids in pushes for part in stream.push(ids)]
+    parts = merged([*parts, *stream.finish()])
+    calls = [
+        (call.name, json.loads(call.arguments))
+        for call in joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
+        if call.complete
+    ]
+    text, thought = (
+        "".join(part.text for part in parts if isinstance(part, kind))
+        for kind in (TextPart, ReasoningPart)
+    )
+    return calls, text, thought

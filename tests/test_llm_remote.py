@@ -3,12 +3,9 @@
 import asyncio
 import itertools
 import json
-import random
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ sys.path.append(str(Path(__file__).parent / "server"))
 
 from lazy_server import LazyServer
 from live_server import LONG_TOKENS, LiveServer
-from scripted import TEMPLATE, ScriptedServer, teach
+from scripted import TEMPLATE, ScriptedServer, taught
 
 from mlxinfer import (
     LLM,
@@ -38,6 +35,8 @@ from mlxinfer.remote.session import KEEP_ALIVE, connect
 from mlxinfer.server.http import DONE, data
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.session.inputs import TextInput
+from tests.http_site import http_site
+from tests.seeds import seeded
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
@@ -108,8 +107,7 @@ def test_answers_are_those_of_the_model_here(llm: LLM, here: LLM, ask: Any) -> N
 @pytest.mark.parametrize("limit", [None, 6])
 def test_reasoning_of_a_text_is_split_off_as_by_the_server_itself(limit: int | None) -> None:
     """`mlxinfer run --raw` asks a server that has the model: its budget and parts hold there."""
-    with LiveServer() as server, LLM(server.url) as there:
-        teach(server.model, TEMPLATE)
+    with taught(TEMPLATE) as server, LLM(server.url) as there:
         params = SamplingParams(max_tokens=20, ignore_eos=True, max_reasoning_tokens=limit)
         prompt = "<|im_start|>assistant\n<think>\n"
         expected = server.model.session.start(TextInput(prompt=prompt, params=params)).results()[0]
@@ -119,7 +117,7 @@ def test_reasoning_of_a_text_is_split_off_as_by_the_server_itself(limit: int | N
         assert bool(result.text) == (limit is not None)
 
 
-def test_batches_and_streams(llm: LLM, here: LLM) -> None:
+def test_batches_and_streams_are_those_of_the_model_here(llm: LLM, here: LLM) -> None:
     prompts = ["A page", "A token", [5, 6, 7]]
     params = [SamplingParams(max_tokens=n) for n in (3, 4, 5)]
     both = [[answer_of(r) for r in item.generate(prompts, params)] for item in (llm, here)]
@@ -132,9 +130,7 @@ def test_batches_and_streams(llm: LLM, here: LLM) -> None:
 
 def test_an_answer_is_read_however_its_bytes_are_cut() -> None:
     """JSON has U+2028 and other ends of lines as they are."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = seeded()
     for _ in range(300):
         texts = [
             "".join(chance.choices("ab é🙂\n\r\x0b\x0c\x1c\x85\u2028\u2029", k=5)) for _ in "abc"
@@ -217,23 +213,11 @@ def test_messages_have_the_tokens_that_they_have_here(
 
 
 @pytest.mark.parametrize("said", [b"<html>", b"\xff", b"5", b"[]", b"{}", b'{"data": 5}'])
-def test_what_is_no_server_of_models_is_named(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(said)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Other) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{other.server_port}"
+def test_what_is_no_server_of_models_is_named(said: bytes) -> None:
+    with http_site(lambda _: (200, {}, [said])) as url:
         for ask_it in (LLM, first_name):
             with pytest.raises(ServerError, match=r"no (mlxinfer )?server"):
                 ask_it(url)
-        other.shutdown()
 
 
 def test_leaving_a_stream_ends_the_request_at_the_server(llm: LLM, server: LiveServer) -> None:

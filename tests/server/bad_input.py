@@ -141,6 +141,5 @@ def memory_of(server: LiveServer) -> int:
 
 def tokens(server: LiveServer, request: dict[str, Any]) -> list[str]:
     """The tokens of an answer."""
-    answer = server.post(CHAT, {**request, "logprobs": True})
-    assert answer.status_code == 200, answer.text
-    return [entry["token"] for entry in answer.json()["choices"][0]["logprobs"]["content"]]
+    answer = server.answer(CHAT, {**request, "logprobs": True})
+    return [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]]

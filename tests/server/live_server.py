@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import httpx2 as httpx
@@ -17,6 +18,7 @@ from mlxinfer.core import TokenEvent
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.http import Route
+from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.run import Server, bind, url_of
 from mlxinfer.server.service import ServerState
@@ -26,6 +28,7 @@ from mlxinfer.session.options import EngineOptions
 from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
+ANNA_AND_BOB = ApiKeys().with_named({"anna": {"key": "a"}, "bob": {"key": "b"}}, "keys")
 LONG_TOKENS = 1800
 LONG_TOKEN_S = 0.01  # the least that each of so many tokens takes
 
@@ -149,6 +152,12 @@ class LiveServer:
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.client.post(path, json=body, **kwargs)
 
+    def answer(self, path: str, body: Any, **kwargs: Any) -> Any:
+        """The JSON of an answer with status 200."""
+        reply = self.post(path, body, **kwargs)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
     def get(self, path: str, **kwargs: Any) -> httpx.Response:
         return self.client.get(path, **kwargs)
 
@@ -191,10 +200,32 @@ class LiveServer:
     def check_idle(self) -> None:
         """It comes to rest, and answers as it always does."""
         wait_until(self.is_idle)
-        answer = self.post(CHAT, chat("Hello", max_tokens=4))
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["message"]["content"] == "Hello! I am"
+        answer = self.answer(CHAT, chat("Hello", max_tokens=4))
+        assert answer["choices"][0]["message"]["content"] == "Hello! I am"
         wait_until(self.is_idle)
+
+
+class SeveralServer(LiveServer):
+    """Models behind one socket, by their names; the first is `model`.
+
+    Args:
+        folders: of the models.
+        engine: arguments of EngineOptions, for those that need others.
+        config: as `listen` takes it.
+    """
+
+    def __init__(
+        self,
+        folders: dict[str, Path],
+        engine: dict[str, dict[str, Any]] | None = None,
+        **config: Any,
+    ) -> None:
+        self.by_name: dict[str, ServedModel] = {}
+        for name, folder in folders.items():
+            options = EngineOptions(**(engine or {}).get(name, {"max_batch": 4}))
+            self.by_name[name] = ServedModel.open(name, folder, options, created_s=1)
+        self.model, *_ = served = [*self.by_name.values()]
+        self.listen(models_of(served), **config)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ TEMPLATE = (  # Hermes's way of calling, in a few words of our own
     "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+TOOLS_ONLY = TEMPLATE.replace(THOUGHT, "")
 FIM_MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|file_sep|>"]
 
 
@@ -36,6 +37,14 @@ def teach(model: ServedModel, template: str) -> None:
     assert isinstance(model.session, Session)
     model.session.builder.close()
     model.session.builder = RequestBuilder(tokenizer, model.session.info, "auto")
+
+
+@contextmanager
+def taught(template: str = TOOLS_ONLY) -> Iterator[LiveServer]:
+    """The demo model itself with another chat template."""
+    with LiveServer() as server:
+        teach(server.model, template)
+        yield server
 
 
 def fill_gaps(model: ServedModel) -> None:
@@ -109,6 +118,24 @@ class ScriptedServer(LiveServer):
         try:
             yield
         finally:
+            self.script.requests.clear()
+
+    @contextmanager
+    def says_in_turn(self, *texts: str) -> Iterator[list[str]]:
+        """Each request gets the next text; yields where the prompts will be."""
+        prompts: list[str] = []
+        left, submit = iter(texts), self.script.submit
+
+        def next_answer(request: Request, deliver: Callable[[TokenEvent], None]) -> None:
+            prompts.append(self.model.tokenizer.decode(request.prompt_ids))
+            self.script.text = next(left)
+            submit(request, deliver)
+
+        self.script.submit = next_answer  # type: ignore[method-assign]
+        try:
+            yield prompts
+        finally:
+            self.script.submit = submit  # type: ignore[method-assign]
             self.script.requests.clear()
 
     @property

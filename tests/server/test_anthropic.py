@@ -11,13 +11,12 @@ import anthropic
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from live_server import LiveServer
-from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
+from scripted import ScriptedServer, taught
 from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, client_fixture, strictly
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.slots import RegistryEntry, ServedModel
-from tests.waiting import wait_until
 
 TOOLS: Any = [
     {"name": "get_weather", "description": "The weather", "input_schema": CITY},
@@ -84,7 +83,7 @@ def test_the_request_id_is_where_the_library_looks_for_it(server: LiveServer) ->
         assert headers["request-id"] == headers["x-request-id"]
 
 
-def test_a_stop_sequence(demo: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_ends_the_answer_and_is_named(demo: anthropic.Anthropic) -> None:
     answer = ask(demo, stop_sequences=["demo", "zzz"], temperature=0)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "demo")
     assert answer.content[0].text == "Hello! I am the "
@@ -194,7 +193,7 @@ def test_a_call_can_be_forced() -> None:
     tools = [{"name": "get_weather", "input_schema": city}, TOOLS[1]]
     single = {"disable_parallel_tool_use": True}
     named = {"type": "tool", "name": "now", **single}
-    with ToolServer() as server, anthropic_client(server) as client:
+    with taught() as server, anthropic_client(server) as client:
         answer = ask(client, tools=tools, tool_choice={"type": "any", **single})
         events = list(ask(client, tools=tools, tool_choice=named, stream=True))
     assert answer.stop_reason == "tool_use"
@@ -202,17 +201,6 @@ def test_a_call_can_be_forced() -> None:
     blocks = [e.content_block for e in events if e.type == "content_block_start"]
     assert [block.type for block in blocks] == ["tool_use"]
     assert blocks[0].name == "now"
-
-
-class ToolServer(LiveServer):
-    """The demo model with a template that knows tools."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        teach(self.model, TEMPLATE.replace(THOUGHT, ""))
-
-    def check_idle(self) -> None:
-        wait_until(self.is_idle)
 
 
 def test_anthropics_tools_are_called(scripted: ScriptedServer, client: anthropic.Anthropic) -> None:
@@ -266,7 +254,7 @@ def models_client(lazy: LiveServer) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_a_model_is_shown(live: LiveServer) -> None:
+def test_a_model_is_shown_with_its_context(live: LiveServer) -> None:
     with anthropic_client(live) as models_client:
         model = models_client.models.retrieve("demo")
     assert model.created_at.timestamp() == 1
@@ -291,7 +279,7 @@ def test_models_are_listed_in_pages(models_client: anthropic.Anthropic) -> None:
     assert len(models_client.models.list(lifecycle=["active", "retired"]).data) == len(NAMES)
 
 
-def test_pages_that_are_none(lazy: LiveServer) -> None:
+def test_wrong_pages_of_models_are_refused(lazy: LiveServer) -> None:
     for query in ("limit=0", "limit=1001", "limit=x", "after_id=x", "after_id=one&before_id=two"):
         answer = lazy.get(f"/v1/models?{query}", headers=VERSION)
         assert answer.status_code == 400

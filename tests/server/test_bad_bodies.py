@@ -31,6 +31,7 @@ from mlxinfer.server import http
 from mlxinfer.server.apis import anthropic, completions, responses
 from mlxinfer.server.apis import chat as chats
 from mlxinfer.text.tokenizer import PIECE_CHARS
+from tests.watching import note_calls
 
 pytestmark = pytest.mark.usefixtures("whole")
 
@@ -41,7 +42,7 @@ def with_raw(path: str, raw: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_what_is_no_object(live: LiveServer, path: str) -> None:
+def test_a_body_that_is_no_object_is_refused(live: LiveServer, path: str) -> None:
     no_json: dict[str, bytes] = {
         "nothing": b"",
         "half": b'{"messages": [',
@@ -130,9 +131,7 @@ def test_extremes_that_are_allowed_stay_numbers(live: LiveServer) -> None:
     """There are tokens, and their log-probabilities are finite and none above 0."""
     for fields in EXTREMES:
         request = chat(max_tokens=6, ignore_eos=True, logprobs=True, top_logprobs=2, **fields)
-        answer = live.post(CHAT, request)
-        assert answer.status_code == 200, answer.text
-        for choice in answer.json()["choices"]:
+        for choice in live.answer(CHAT, request)["choices"]:
             entries = choice["logprobs"]["content"]
             assert entries, fields
             for entry in [*entries, *(top for e in entries for top in e["top_logprobs"])]:
@@ -214,23 +213,16 @@ def test_long_reads_are_off_the_loop(live: LiveServer, monkeypatch: pytest.Monke
         (MESSAGES, anthropic, ("sampling_params", "openai_tools")),
         (COUNT, anthropic, ("conversation", "openai_tools")),
     ]
-    collected: dict[str, str] = {}
 
-    def noting(name: str, function: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            collected[name] = threading.current_thread().name
-            return function(*args, **kwargs)
-
-        return noted
+    def thread(*_: Any, **__: Any) -> str:
+        return threading.current_thread().name
 
     for path, api, names in reads:
         with monkeypatch.context() as patch:
-            for name in names:
-                patch.setattr(api, name, noting(name, getattr(api, name)))
-            collected.clear()
+            threads = [note_calls(patch, api, name, thread) for name in names]
             assert live.post(path, with_fields(path)).status_code == 200
-        assert set(collected) == set(names), path
-        assert all(thread.startswith("mlxinfer-text") for thread in collected.values()), collected
+        assert all(threads), path
+        assert all(name.startswith("mlxinfer-text") for called in threads for name in called)
 
 
 def test_what_is_wrong_is_not_quoted_whole(scripted: ScriptedServer) -> None:
@@ -290,21 +282,15 @@ PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_is_far_longer_than_the_context_is_not_encoded(
     scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, lengths = scripted.model.tokenizer, [0]
-    encode = tokenizer.encode
-
-    def noted(text: str, **kwargs: Any) -> list[int]:
-        lengths.append(len(text))
-        return encode(text, **kwargs)
-
-    monkeypatch.setattr(tokenizer, "encode", noted)
+    tokenizer = scripted.model.tokenizer
+    lengths = note_calls(monkeypatch, tokenizer, "encode", lambda text, **_: len(text))
     monkeypatch.setattr("mlxinfer.text.tokenizer.EXACT_CHARS", 0)  # shorter texts are counted
     words = re.compile(r"more than \d{4,} tokens|prompt is too long: \d{4,} tokens > 2047 maximum")
     for name, (path, given) in PROMPTS.items():
         param = "input" if path == RESPONSES else "messages"
         said = expect_refusal(scripted, path, given, param=param)["message"]
         assert words.search(said), name
-        assert max(lengths) <= PIECE_CHARS, name
+        assert max(lengths, default=0) <= PIECE_CHARS, name
 
 
 def test_calls_are_measured(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from raw_http import connect, exchange, post, read_all, read_answer, status_of
 
 from mlxinfer.server.protocol import READ_BYTES, TimedProtocol
 from tests.waiting import wait_until
+from tests.watching import note_calls
 
 BODY = json.dumps(GOOD[CHAT]).encode()
 LENGTH = f"content-length: {len(BODY)}\r\n".encode()
@@ -108,7 +109,7 @@ REFUSED: dict[str, tuple[bytes, int]] = {
 }
 
 
-def test_what_is_refused(live: LiveServer) -> None:
+def test_broken_and_ambiguous_http_is_refused(live: LiveServer) -> None:
     for name, (request, status) in REFUSED.items():
         answer = exchange(live, request)
         assert status_of(answer) == status, (name, answer)
@@ -153,7 +154,7 @@ TAKEN = {
 }
 
 
-def test_what_is_odd_and_fine(live: LiveServer) -> None:
+def test_odd_but_clear_http_is_answered(live: LiveServer) -> None:
     for name, request in TAKEN.items():
         assert status_of(exchange(live, request)) == 200, name
 
@@ -169,14 +170,7 @@ def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
 
 def test_others_go_on_between_reads(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read at once is worked off at once, event by event."""
-    sizes: list[int] = []
-    received = TimedProtocol.data_received
-
-    def note(self: TimedProtocol, data: bytes) -> None:
-        sizes.append(len(data))
-        received(self, data)
-
-    monkeypatch.setattr(TimedProtocol, "data_received", note)
+    sizes = note_calls(monkeypatch, TimedProtocol, "data_received", lambda _, data: len(data))
     assert status_of(exchange(live, post(CHAT, b" " * 2_000_000 + BODY))) == 200
     assert sum(sizes) > 2_000_000
     assert max(sizes) <= READ_BYTES

@@ -114,7 +114,7 @@ def test_parts_of_unknown_types_are_refused_by_place(live: LiveServer, path: str
 
 
 @pytest.mark.parametrize("path", [CHAT, TOKENIZE])
-def test_pictures_for_a_text_model(live: LiveServer, path: str) -> None:
+def test_pictures_for_a_text_model_are_refused_by_place(live: LiveServer, path: str) -> None:
     pictures: list[dict[str, Any]] = [
         *({"type": "image_url", "image_url": {"url": url}} for url in URLS),
         *({"type": "image_url", "image_url": url} for url in URLS),
@@ -140,7 +140,7 @@ def bodies_with(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
-def test_blocks_of_other_kinds(live: LiveServer, path: str) -> None:
+def test_blocks_that_cannot_be_read_are_refused(live: LiveServer, path: str) -> None:
     sources: list[dict[str, Any]] = [
         *({"type": "url", "url": url} for url in URLS),
         {"type": "base64", "media_type": "image/png", "data": "AAAA"},
@@ -167,7 +167,7 @@ def test_blocks_of_other_kinds(live: LiveServer, path: str) -> None:
             assert "source" in answer.json()["error"]["message"]  # it is no picture at all
 
 
-def test_parts_of_items(live: LiveServer) -> None:
+def test_parts_of_items_that_cannot_be_read_are_refused_by_place(live: LiveServer) -> None:
     item_parts: list[tuple[dict[str, Any], str]] = [  # and what of it is named
         *(({"type": "input_image", "image_url": url}, "image_url") for url in URLS),
         ({"type": "input_image", "file_id": "x"}, "image_url"),

@@ -21,11 +21,10 @@ AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
 
 
 def answer(server: LiveServer, **fields: Any) -> str:
-    reply = server.post(CHAT, chat("Give me JSON for a user", max_tokens=80, **fields))
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["choices"][0]["finish_reason"] == "stop"
-    text: str = reply.json()["choices"][0]["message"]["content"]
-    return text
+    reply = server.answer(CHAT, chat("Give me JSON for a user", max_tokens=80, **fields))
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "stop"
+    return str(choice["message"]["content"])
 
 
 FIELDS: list[dict[str, Any]] = [

@@ -84,7 +84,7 @@ def test_pdfs_are_read(scripted: ScriptedServer, path: str, body_of: Any) -> Non
     ("data", "said"),
     [(b"%PDF-1.4", "no PDF"), (pdf(""), "no text"), (encrypted(pdf("x"), "?"), "encrypted")],
 )
-def test_what_is_wrong_with_pdfs(live: LiveServer, path: str, data: bytes, said: str) -> None:
+def test_unreadable_pdfs_are_refused(live: LiveServer, path: str, data: bytes, said: str) -> None:
     body = asked(path, part_of(path, pdf("Sound")), part_of(path, data))
     error = expect_refusal(live, path, body, param=PLACES[path])
     assert said in error["message"]

@@ -20,7 +20,7 @@ def field_of(answer: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_an_exchange(name: str, stream: bool, scripted: ScriptedServer) -> None:
+def test_an_exchange_is_that_of_its_case(name: str, stream: bool, scripted: ScriptedServer) -> None:
     case = CASES[name]
     path, good = ENDPOINTS[case["post"]]
     with scripted.says(case.get("says", "x")):

@@ -31,6 +31,7 @@ from mlxinfer.server.store import ResponseStore
 from mlxinfer.server.workers import Workers
 from tests.pdf_files import pdf
 from tests.waiting import LIMIT_S, until, wait_until
+from tests.watching import note_calls
 
 TABLES = {"anna": {"key": "a"}, "bob": {"key": "b"}, "carl": {"key": "c", "weight": 3}}
 KEYS = ApiKeys().with_named(TABLES, "keys")
@@ -113,7 +114,7 @@ def test_weights_of_keys_are_read_and_checked() -> None:
             ApiKeys().with_named({"anna": {"key": "a", "weight": wrong}}, "keys")
 
 
-def test_priority_is_within_the_share_of_a_key() -> None:
+def test_priority_is_within_the_share_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each API passes it on; above 0, and in the background, a request has a smaller share."""
     bodies: list[tuple[str, dict[str, Any]]] = [
         (CHAT, chat(priority=3)),
@@ -123,15 +124,9 @@ def test_priority_is_within_the_share_of_a_key() -> None:
         ("/v1/responses", {"input": "A", "max_output_tokens": 1, "background": True}),
         ("/v1/responses", {"input": "A", "max_output_tokens": 1, "priority": -1}),
     ]
-    asked: list[tuple[Tenant, int]] = []
     with LiveServer(keys=KEYS, store=ResponseStore(None)) as server:
-        submit = server.model.session.engine.submit
-
-        def note(request, *args):  # type: ignore[no-untyped-def]
-            asked.append((request.tenant, request.priority))
-            return submit(request, *args)
-
-        server.model.session.engine.submit = note  # type: ignore[method-assign]
+        engine = server.model.session.engine
+        asked = note_calls(monkeypatch, engine, "submit", lambda r, *_: (r.tenant, r.priority))
         headers = {"authorization": "Bearer c"}
         for path, body in bodies:
             assert server.post(path, body, headers=headers).status_code == 200, path
@@ -144,18 +139,14 @@ def test_priority_is_within_the_share_of_a_key() -> None:
     assert asked == [(behind, 3), (carl, -3), (behind, 2), (behind, 4), (behind, 1), (carl, -1)]
 
 
-def test_addresses_share_only_where_the_owner_asks() -> None:
+def test_addresses_share_only_where_the_owner_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tenant] = []
     for by_address in (False, True):
         with LiveServer(share_by_address=by_address) as server:
-            submit = server.model.session.engine.submit
-
-            def note(request, *args, submit=submit):  # type: ignore[no-untyped-def]
-                seen.append(request.tenant)
-                return submit(request, *args)
-
-            server.model.session.engine.submit = note  # type: ignore[method-assign]
+            engine = server.model.session.engine
+            tenants = note_calls(monkeypatch, engine, "submit", lambda request, *_: request.tenant)
             assert server.post(CHAT, chat()).status_code == 200
+        seen += tenants
     assert seen == [Tenant(), Tenant("127.0.0.1")]
     assert network_of("::ffff:10.1.2.3") == "10.1.2.3"
     assert network_of("2001:db8::1") == network_of("2001:db8::2:3") != network_of("2001:db9::1")

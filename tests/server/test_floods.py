@@ -8,23 +8,18 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import CHAT, chat, models_of
+from live_server import CHAT, chat
 from pooling.tiny_pooling import pooling_folder
 from storm_client import Plan, exchange
 from test_documents import asked, part_of
 from test_light_key import LIGHT, Shared
 from test_server_pictures import URL, chat_with
 
-from mlxinfer import hub
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.slots import ServedModel
 from mlxinfer.server.store import ResponseStore
-from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.saved import NamedSessions
 from tests.pdf_files import pdf
 from tests.seeing_folder import seeing_folder
@@ -34,26 +29,6 @@ NUM_CLIENTS, NUM_ASKED = 24, 3
 DEMO = {"model": "demo"}
 MOST_STEPS = 6  # to a first token, beyond those of the pages of its prompt
 Calls = list[tuple[str, dict[str, Any]]]
-
-
-class Flooded(Shared):
-    """The demo with a disk cache, a tiny model that sees and one that embeds, for two keys."""
-
-    def __init__(self, folder: Path) -> None:
-        disk = EngineOptions(max_batch=16, disk_cache="20MB", disk_cache_dir=folder / "disk")
-        demo = ServedModel.open("demo", hub.resolve("demo-draft"), disk, created_s=1)
-        others = {
-            "see": seeing_folder(folder / "see"),
-            "embed": pooling_folder(folder / "embed", "bert"),
-        }
-        small = EngineOptions(max_batch=4)
-        models = [ServedModel.open(name, others[name], small, created_s=1) for name in others]
-        self.model, self.steps = demo, []
-        keys = ApiKeys().with_named({"anna": {"key": "a"}, "bob": {"key": "b"}}, "keys")
-        store = ResponseStore(None)
-        self.listen(models_of([demo, *models]), store=store, keys=keys, max_waiting=32)
-        self.service.sessions = NamedSessions(folder / "disk", 1 << 30)
-        self._count_steps(demo.session.engine._loop)
 
 
 def calls_of(kind: str, rnd: random.Random, number: int) -> Calls:
@@ -86,12 +61,20 @@ KINDS += ["sessions", "batches"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flooded]:
-    with Flooded(tmp_path_factory.mktemp("flooded")) as live:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """The demo with a disk cache, a tiny model that sees and one that embeds, for two keys."""
+    folder = tmp_path_factory.mktemp("flooded")
+    others = {
+        "see": seeing_folder(folder / "see"),
+        "embed": pooling_folder(folder / "embed", "bert"),
+    }
+    disk = {"disk_cache": "20MB", "disk_cache_dir": folder / "disk"}
+    with Shared(others, disk, store=ResponseStore(None), max_waiting=32) as live:
+        live.service.sessions = NamedSessions(folder / "disk", 1 << 30)
         yield live
 
 
-async def flood(server: Flooded, kind: str, number: int, statuses: "Counter[int | None]") -> None:
+async def flood(server: Shared, kind: str, number: int, statuses: "Counter[int | None]") -> None:
     """One client: a request after the other, without a pause, until it is cancelled."""
     rnd = random.Random(f"{kind} {number}")
     while True:
@@ -100,7 +83,7 @@ async def flood(server: Flooded, kind: str, number: int, statuses: "Counter[int 
             statuses[status] += 1
 
 
-async def beside(server: Flooded, kind: str) -> tuple[list[int | None], "Counter[int | None]"]:
+async def beside(server: Shared, kind: str) -> tuple[list[int | None], "Counter[int | None]"]:
     """Statuses of the light key's requests, and of those of the flood."""
     heavy: Counter[int | None] = Counter()
     clients = [asyncio.create_task(flood(server, kind, n, heavy)) for n in range(NUM_CLIENTS)]
@@ -117,7 +100,7 @@ async def beside(server: Flooded, kind: str) -> tuple[list[int | None], "Counter
 @pytest.mark.alike
 @pytest.mark.ci  # 30 seconds together
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_short_request_begins_at_once_beside_any_flood(server: Flooded, kind: str) -> None:
+def test_a_short_request_begins_at_once_beside_any_flood(server: Shared, kind: str) -> None:
     server.steps.clear()
     light, heavy = asyncio.run(beside(server, kind))
     print(f"\n{kind}: light {server.steps}, heavy {dict(heavy)}")

@@ -6,7 +6,6 @@ takes most of the time: .ci/run runs these, the default run does not.
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,84 +21,55 @@ pytestmark = [
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
 
 
-class Turns:
-    """Lets a scripted model say one text after the other."""
-
-    def __init__(self, server: ScriptedServer, *texts: str) -> None:
-        self._server, self._texts = server, list(texts)
-        self._submit = server.script.submit
-        self.num_asked = 0
-
-    def __enter__(self) -> "Turns":
-        self._server.script.submit = self._next  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.script.submit = self._submit  # type: ignore[method-assign]
-        self._server.script.requests.clear()
-
-    def _next(self, request: Any, deliver: Any) -> None:
-        self._server.script.text = self._texts[min(self.num_asked, len(self._texts) - 1)]
-        self.num_asked += 1
-        self._submit(request, deliver)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as server:
-        yield server
-
-
 def get_weather(city: str) -> str:
     """The weather in a city."""
     return f"rain in {city}"
 
 
-def test_langchain_chats_streams_and_calls_tools(server: ScriptedServer) -> None:
+def test_langchain_chats_streams_and_calls_tools(scripted: ScriptedServer) -> None:
     module = pytest.importorskip("langchain_openai")
     model = module.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", model="demo", temperature=0, max_retries=0
+        base_url=f"{scripted.url}/v1", api_key="none", model="demo", temperature=0, max_retries=0
     )
-    with server.says("<think>hm</think>It rains."):
+    with scripted.says("<think>hm</think>It rains."):
         answer = model.invoke("How is the weather?")
         assert answer.content == "It rains."
         assert answer.usage_metadata["output_tokens"] > 0
         assert "".join(part.content for part in model.stream("How?")) == "It rains."
-    with server.says(CALL):
+    with scripted.says(CALL):
         (call,) = model.bind_tools([get_weather]).invoke("Weather in Zürich?").tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Zürich"})
     schema = {
         "title": "Answer", "description": "An answer.", "type": "object",
         "properties": {"n": {"type": "integer"}}, "required": ["n"],
     }  # fmt: skip
-    with server.says('{"n": 5}'):
+    with scripted.says('{"n": 5}'):
         assert model.with_structured_output(schema).invoke("How many?") == {"n": 5}
 
 
-def test_pydantic_ai_calls_tools_and_gets_its_type(server: ScriptedServer) -> None:
+def test_pydantic_ai_calls_tools_and_gets_its_type(scripted: ScriptedServer) -> None:
     pytest.importorskip("pydantic_ai")
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     async def run() -> str:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        async with AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
             model = OpenAIChatModel("demo", provider=OpenAIProvider(openai_client=client))
             agent = Agent(model, tools=[get_weather])
             return str((await agent.run("How is the weather in Zürich?")).output)
 
-    with Turns(server, CALL, "It rains.") as turns:
+    with scripted.says_in_turn(CALL, "It rains.") as prompts:
         assert asyncio.run(run()) == "It rains."
-        assert "rain in Zürich" in server.prompt
-    assert turns.num_asked == 2
+    assert ["rain in Zürich" in prompt for prompt in prompts] == [False, True]
 
 
-def test_openai_agents_call_tools_over_both_apis(server: ScriptedServer) -> None:
+def test_openai_agents_call_tools_over_both_apis(scripted: ScriptedServer) -> None:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
 
     async def run(kind: Any) -> str:
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        async with AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none") as client:
             agent = agents.Agent(
                 name="Weather",
                 instructions="Answer briefly.",
@@ -109,37 +79,36 @@ def test_openai_agents_call_tools_over_both_apis(server: ScriptedServer) -> None
             return str((await agents.Runner.run(agent, "Weather in Zürich?")).final_output)
 
     for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
-        with Turns(server, CALL, "It rains.") as turns:
+        with scripted.says_in_turn(CALL, "It rains.") as prompts:
             assert asyncio.run(run(kind)) == "It rains."
-            assert "rain in Zürich" in server.prompt
-        assert turns.num_asked == 2
+        assert ["rain in Zürich" in prompt for prompt in prompts] == [False, True]
 
 
 def test_the_llm_command_answers_and_calls_tools(
-    server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scripted: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simon Willison's command, with its list of other models."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     command = pytest.importorskip("llm.cli").cli
     (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: here\n  model_name: demo\n  api_base: {server.url}/v1\n"
+        f"- model_id: here\n  model_name: demo\n  api_base: {scripted.url}/v1\n"
         "  api_key_name: none\n  supports_tools: true\n"
     )
     (tmp_path / "keys.json").write_text(json.dumps({"none": "x"}))
-    with server.says("It rains."):
+    with scripted.says("It rains."):
         done = CliRunner().invoke(command, ["-m", "here", "Weather?"])
     assert (done.exit_code, done.stdout.strip()) == (0, "It rains."), done.output
 
 
-def test_litellm_speaks_each_api(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_litellm_speaks_each_api(scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of aider and of many gateways, with each of the APIs that it speaks here."""
     monkeypatch.setenv(
         "LITELLM_LOCAL_MODEL_COST_MAP", "True"
     )  # or it is asked for over the network
     litellm = pytest.importorskip("litellm")
-    there: dict[str, Any] = {"api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
+    there: dict[str, Any] = {"api_base": f"{scripted.url}/v1", "api_key": "none", "num_retries": 0}
     messages = [{"role": "user", "content": "Weather in Zürich?"}]
-    with server.says("<think>hm</think>It rains."):
+    with scripted.says("<think>hm</think>It rains."):
         for model in ("openai/demo", "hosted_vllm/demo"):
             said = litellm.completion(model, messages, **there).choices[0].message
             assert (said.content, said.reasoning_content) == ("It rains.", "hm")
@@ -147,13 +116,13 @@ def test_litellm_speaks_each_api(server: ScriptedServer, monkeypatch: pytest.Mon
             texts = [part.choices[0].delta.content or "" for part in parts]
             assert "".join(texts) == "It rains."
         answer = litellm.completion(
-            "ollama_chat/demo", messages, api_base=server.url, api_key="none"
+            "ollama_chat/demo", messages, api_base=scripted.url, api_key="none"
         )
         assert answer.choices[0].message.content == "It rains."
         made = litellm.responses("Hi", "openai/demo", **there)
         assert made.output_text == "It rains."
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
-    with server.says(CALL):
+    with scripted.says(CALL):
         said = litellm.completion("openai/demo", messages, tools=[tool], **there).choices[0]
     (call,) = said.message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Zürich"}

@@ -202,7 +202,7 @@ def test_pages_of_other_origins_are_refused(live: LiveServer, path: str) -> None
         assert page == "" or page not in error["message"]
 
 
-def test_names_that_are_not_ours(live: LiveServer) -> None:
+def test_requests_under_names_that_are_not_ours_are_refused(live: LiveServer) -> None:
     """A page with a name that points at this machine (DNS rebinding) sends its own name as Host."""
     names = [
         "evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "localhost@evil.example",
@@ -216,7 +216,7 @@ def test_names_that_are_not_ours(live: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_bodies_that_a_form_can_send(live: LiveServer, path: str) -> None:
+def test_bodies_that_a_form_can_send_are_refused(live: LiveServer, path: str) -> None:
     """What a page may send without asking (no preflight) is never read."""
     types = [
         "text/plain", "text/plain; application/json", "application/x-www-form-urlencoded",
@@ -228,7 +228,7 @@ def test_bodies_that_a_form_can_send(live: LiveServer, path: str) -> None:
         expect_refusal(live, path, body, status=415, headers={"content-type": kind})
 
 
-def test_two_content_types(live: LiveServer) -> None:
+def test_a_body_of_two_content_types_is_refused(live: LiveServer) -> None:
     body = json.dumps(GOOD[CHAT]).encode()
     for pair in (("application/json", "text/plain"), ("text/plain", "application/json")):
         headers = [("content-type", kind) for kind in pair]
@@ -286,7 +286,7 @@ def test_other_spellings_of_a_path_open_nothing(locked: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_methods_that_are_not_there(live: LiveServer, path: str) -> None:
+def test_methods_that_are_not_there_are_refused(live: LiveServer, path: str) -> None:
     for method in ("GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"):
         answer = live.client.request(method, path)
         assert answer.status_code == 405, method

@@ -119,7 +119,7 @@ def test_a_client_that_does_not_read_is_left() -> None:
         server.check_idle()
 
 
-def test_the_end_lets_requests_finish() -> None:
+def test_a_server_that_ends_lets_requests_finish() -> None:
     request = chat(max_tokens=40, ignore_eos=True)
     with (
         LiveServer(drain_s=20) as server,
@@ -139,7 +139,7 @@ def test_the_end_lets_requests_finish() -> None:
         wait_until(lambda: server.ended)
 
 
-def test_the_end_does_not_wait_forever() -> None:
+def test_a_server_that_ends_waits_for_streams_only_so_long() -> None:
     with LiveServer(drain_s=0.1) as server, server.stream(CHAT, long_chat()) as response:
         events = events_of(response)
         next(events)

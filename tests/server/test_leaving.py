@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import CHAT, LiveServer, chat, long_chat, models_of
+from live_server import ANNA_AND_BOB, CHAT, SeveralServer, chat, long_chat
 from raw_http import connect, post
 from test_documents import asked, part_of
 from test_server_pictures import URL, chat_with
 
 from mlxinfer import hub
 from mlxinfer.killable import KillableProcess, Message
-from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.slots import ServedModel
-from mlxinfer.session.options import EngineOptions
 from tests.pdf_files import pdf
+from tests.seeds import seeded
 from tests.seeing_folder import seeing_folder
 from tests.waiting import LIMIT_S, wait_until
 
@@ -34,7 +32,7 @@ STEP_S = 0.03  # that each step takes at least
 MOST_TOKENS = 1000  # of all answers that are left; each would have more
 
 
-class Held(LiveServer):
+class Held(SeveralServer):
     """The demo and a tiny model that sees, with two slots each; steps and towers are slow.
 
     Attributes:
@@ -44,17 +42,13 @@ class Held(LiveServer):
     holds = True
 
     def __init__(self, folder: Path) -> None:
-        options = {
-            "demo": (hub.resolve("demo-draft"), EngineOptions(max_batch=2, prefill_chunk=64)),
-            "see": (seeing_folder(folder), EngineOptions(max_batch=2)),
-        }
-        served = [
-            ServedModel.open(name, path, how, created_s=1) for name, (path, how) in options.items()
-        ]
-        self.model, self.sees = served
-        keys = ApiKeys().with_named({"anna": {"key": "a"}, "bob": {"key": "b"}}, "keys")
-        self.listen(models_of(served), keys=keys)
-        self.loops: list[Any] = [model.session.engine._loop for model in served]
+        super().__init__(
+            {"demo": hub.resolve("demo-draft"), "see": seeing_folder(folder)},
+            {"demo": {"max_batch": 2, "prefill_chunk": 64}, "see": {"max_batch": 2}},
+            keys=ANNA_AND_BOB,
+        )
+        self.sees = self.by_name["see"]
+        self.loops: list[Any] = [model.session.engine._loop for model in self.by_name.values()]
         for loop in self.loops:
             loop.runner.launch = slowed(loop.runner.launch, STEP_S)
             loop.features.work = slowed(loop.features.work, 10 * STEP_S)
@@ -167,26 +161,21 @@ def rests(server: Held, before: int) -> None:
 @pytest.mark.alike
 @pytest.mark.parametrize("point", POINTS)
 def test_all_comes_back_from_a_client_that_leaves(held: Held, point: str) -> None:
-    seed = time.time_ns() % 10**6
-    print(f"seed {seed}")
     before, held.holds = held.sampled, point != "tower"
-    leave(held, point, random.Random(seed), "b")
+    leave(held, point, seeded(), "b")
     rests(held, before)
 
 
 @pytest.mark.ci  # ten seconds of slow steps
 def test_all_comes_back_from_clients_that_leave_at_once(held: Held) -> None:
     """Of two keys, at random points."""
-    seed = time.time_ns() % 10**6
-    print(f"seed {seed}")
-    draw, held.holds = random.Random(seed), True
-    points = [draw.choice([point for point in POINTS if point != "tower"]) for _ in range(30)]
+    draw, held.holds = seeded(), True
+    near = [point for point in POINTS if point != "tower"]
+    points = [(draw.choice(near), draw.random()) for _ in range(30)]
     with ThreadPoolExecutor(8) as pool:
         jobs = [
-            pool.submit(
-                leave, held, point, random.Random(f"{seed} {n}"), draw.choice("ab"), is_alone=False
-            )
-            for n, point in enumerate(points)
+            pool.submit(leave, held, point, random.Random(x), draw.choice("ab"), is_alone=False)
+            for point, x in points
         ]
         for job in jobs:
             job.result()

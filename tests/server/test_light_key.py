@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import CHAT, LiveServer, chat, models_of
+from live_server import ANNA_AND_BOB, CHAT, SeveralServer, chat
 from storm_client import FORM, Plan, exchange
 from test_documents import asked, part_of
 from test_server_pictures import URL, chat_with
 
 from mlxinfer import hub
 from mlxinfer.core import Request, TokenEvent
-from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.slots import ServedModel
-from mlxinfer.session.options import EngineOptions
 from tests.pdf_files import pdf
 from tests.seeing_folder import seeing_folder
 from tests.waiting import wait_until
@@ -45,23 +42,21 @@ HEAVY = [
 ]
 
 
-class Shared(LiveServer):
-    """The demo and a tiny model that sees, for two keys; counts steps to first tokens."""
+class Shared(SeveralServer):
+    """The demo and other models, for two keys; counts steps to first tokens.
 
-    def __init__(self, folder: Path) -> None:
-        demo = ServedModel.open(
-            "demo", hub.resolve("demo-draft"), EngineOptions(max_batch=16), created_s=1
+    Args:
+        folders: of the other models, by name.
+        demo: arguments of the demo's EngineOptions.
+    """
+
+    def __init__(self, folders: dict[str, Path], demo: Any = None, **config: Any) -> None:
+        engine = {"demo": {"max_batch": 16, **(demo or {})}}
+        super().__init__(
+            {"demo": hub.resolve("demo-draft"), **folders}, engine, keys=ANNA_AND_BOB, **config
         )
-        sees = ServedModel.open(
-            "see", seeing_folder(folder), EngineOptions(max_batch=4), created_s=1
-        )
-        self.model = demo
-        keys = ApiKeys().with_named({"anna": {"key": "a"}, "bob": {"key": "b"}}, "keys")
-        self.listen(models_of([demo, sees]), keys=keys, max_waiting=48)
         self.steps: list[int] = []  # of a light request to its first token, beyond its pages
-        self._count_steps(demo.session.engine._loop)
-
-    def _count_steps(self, loop: Any) -> None:
+        loop: Any = self.model.session.engine._loop
         queues, emit = loop.scheduler.queues, loop._emit
         add, began = queues.add, dict[str, int]()
 
@@ -146,7 +141,7 @@ async def load(server: Shared, seed: int) -> tuple[list[float], Counter[int | No
 def test_a_light_key_is_served_beside_64_clients_of_another(tmp_path: Path) -> None:
     seed = time.time_ns() % 10**6
     print(f"\nseed {seed}")
-    with Shared(tmp_path) as server:
+    with Shared({"see": seeing_folder(tmp_path)}, max_waiting=48) as server:
         idle = [seconds_of(server) for _ in range(5)]
         server.steps.clear()
         seconds, statuses, ended = asyncio.run(load(server, seed))

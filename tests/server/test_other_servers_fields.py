@@ -10,12 +10,13 @@ import openai
 import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, with_fields
 from live_server import CHAT, LiveServer, chat
-from scripted import TEMPLATE, ScriptedServer, teach
+from scripted import TEMPLATE, ScriptedServer, taught
 from text.text_data import load_tokenizer
 
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
+from tests.watching import note_calls
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
@@ -23,33 +24,26 @@ def test_texts_of_a_bias_and_of_dry_are_encoded_off_the_event_loop(
     scripted: ScriptedServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary is looked through for each new breaker, which takes long."""
-    builder = scripted.model.session.builder
-    real, threads = builder.tokenizer.ids_with, []
+    tokenizer = scripted.model.session.builder.tokenizer
 
-    def ids_with(text: str) -> frozenset[int]:
-        threads.append(threading.get_ident())
-        return real(text)
+    def place(text: str, **_: Any) -> tuple[str, int]:
+        return text, threading.get_ident()
 
-    def biased(token: str, **kwargs: Any) -> list[int]:
-        if token == "a bias":
-            threads.append(threading.get_ident())
-        return encode(token, **kwargs)
-
-    encode = builder.tokenizer.encode
-    monkeypatch.setattr(builder.tokenizer, "ids_with", ids_with)
-    monkeypatch.setattr(builder.tokenizer, "encode", biased)
+    searched = note_calls(monkeypatch, tokenizer, "ids_with", place)
+    encoded = note_calls(monkeypatch, tokenizer, "encode", place)
     fields = {"dry_multiplier": 0.8, "dry_sequence_breakers": [f"breaker of {path}"]}
     with scripted.says("x"):
         body = with_fields(path, logit_bias=[["a bias", 1]], **fields)
         assert scripted.post(path, body).status_code == 200
+    threads = [thread for _, thread in searched]
+    threads += [thread for text, thread in encoded if text == "a bias"]
     assert len(threads) == 2
     assert scripted.loop_thread not in threads
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_closed_at_its_budget(stream: bool) -> None:
-    with LiveServer() as server:
-        teach(server.model, TEMPLATE + "<think>\n")
+    with taught(TEMPLATE + "<think>\n") as server:
         body = chat(max_tokens=20, ignore_eos=True, stream=stream, reasoning_budget=6)
         if stream:
             deltas = [e["choices"][0]["delta"] for e in server.events(CHAT, body)[:-1]]
@@ -65,8 +59,7 @@ def test_reasoning_is_closed_at_its_budget(stream: bool) -> None:
 
 
 def test_a_completion_splits_reasoning_off_if_asked() -> None:
-    with LiveServer() as server:
-        teach(server.model, TEMPLATE)
+    with taught(TEMPLATE) as server:
         body = {"model": "demo", "prompt": "<think>\n", "max_tokens": 20, "ignore_eos": True}
         split = {**body, "reasoning_format": "deepseek", "thinking_budget_tokens": 6}
         choice = server.post(COMPLETIONS, split).json()["choices"][0]

@@ -4,55 +4,38 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ollama
 import openai
 import pytest
-from live_server import LiveServer, chat, models_of
+from live_server import SeveralServer, chat
 from pooling.tiny_pooling import pooling_folder
 
 from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
 from mlxinfer.outputs import ranked
-from mlxinfer.server.slots import ServedModel
 from mlxinfer.session.inputs import EmbedInput, ScoreInput
-from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.pooling_session import PoolingSession
 from mlxinfer.text import Tokenizer
+from tests.watching import note_calls
 
 TEXTS = ["w5 w6 w7", "w8", "w9 w10 w11 w12 w13", "w8"]
 
 
-class PoolingServer(LiveServer):
-    """An embedding model, a reranker and the demo model."""
-
-    def __init__(self, folder: Path, **config: object) -> None:
-        options = EngineOptions(max_batch=4)
-        folders = {
-            "embedder": pooling_folder(folder / "embedder", "bert"),
-            "reranker": pooling_folder(folder / "reranker", "bert-scores"),
-            "judge": pooling_folder(folder / "judge", "xlm-roberta-scores"),
-            "demo": hub.resolve("demo-draft"),
-        }
-        served = [
-            ServedModel.open(name, path, options, created_s=1) for name, path in folders.items()
-        ]
-        self.model = served[-1]
-        self.by_name = {item.name: item.session for item in served}
-        self.listen(models_of(served), **config)  # type: ignore[arg-type]
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolingServer]:
-    with PoolingServer(tmp_path_factory.mktemp("models")) as server:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeveralServer]:
+    """The demo model, an embedding model and two rerankers."""
+    kinds = {"embedder": "bert", "reranker": "bert-scores", "judge": "xlm-roberta-scores"}
+    place = tmp_path_factory.mktemp("models")
+    folders = {name: pooling_folder(place / name, kind) for name, kind in kinds.items()}
+    with SeveralServer({"demo": hub.resolve("demo-draft"), **folders}) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def client(served: PoolingServer) -> Iterator[openai.OpenAI]:
+def client(served: SeveralServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as made:
         yield made
 
@@ -65,21 +48,21 @@ def scores_of(session: PoolingSession, first: Any, second: Any) -> Any:
     return session.score(ScoreInput(first=first, second=second))
 
 
-def own(served: PoolingServer, name: str = "embedder") -> PoolingSession:
+def own(served: SeveralServer, name: str = "embedder") -> PoolingSession:
     """The session behind a name."""
-    session: Any = served.by_name[name]
+    session: Any = served.by_name[name].session
     assert isinstance(session, PoolingSession)
     return session
 
 
-def refused(served: PoolingServer, path: str, body: dict[str, Any]) -> str:
+def refused(served: SeveralServer, path: str, body: dict[str, Any]) -> str:
     """The message of a 400."""
     answer = served.post(path, body)
     assert answer.status_code == 400, answer.text
     return str(answer.json()["error"]["message"])
 
 
-def test_openais_client_gets_the_vectors(served: PoolingServer, client: openai.OpenAI) -> None:
+def test_openais_client_gets_the_vectors(served: SeveralServer, client: openai.OpenAI) -> None:
     """It asks for base64, and decodes it."""
     expected = vectors_of(own(served), TEXTS)
     answer = client.embeddings.create(model="embedder", input=TEXTS)
@@ -94,7 +77,7 @@ def test_openais_client_gets_the_vectors(served: PoolingServer, client: openai.O
     np.testing.assert_allclose(one.data[0].embedding, expected[1], atol=1e-5)
 
 
-def test_dimensions_cut_and_normalise(served: PoolingServer, client: openai.OpenAI) -> None:
+def test_dimensions_cut_and_normalise(served: SeveralServer, client: openai.OpenAI) -> None:
     whole = vectors_of(own(served), TEXTS[:1])[0]
     cut = client.embeddings.create(model="embedder", input=TEXTS[:1], dimensions=8)
     expected = whole[:8] / np.linalg.norm(whole[:8])
@@ -103,7 +86,7 @@ def test_dimensions_cut_and_normalise(served: PoolingServer, client: openai.Open
         client.embeddings.create(model="embedder", input="w5", dimensions=49)
 
 
-def test_texts_that_are_too_long_are_refused_or_truncated(served: PoolingServer) -> None:
+def test_texts_that_are_too_long_are_refused_or_truncated(served: SeveralServer) -> None:
     long = " ".join(["w7"] * 60)
     body: dict[str, Any] = {"model": "embedder", "input": ["w5", long]}
     assert "input 1 has 62 tokens" in refused(served, "/v1/embeddings", body)
@@ -132,7 +115,7 @@ def test_texts_that_are_too_long_are_refused_or_truncated(served: PoolingServer)
     ],
 )
 def test_what_cannot_be_embedded_is_refused(
-    served: PoolingServer, body: dict[str, object], message: str
+    served: SeveralServer, body: dict[str, object], message: str
 ) -> None:
     if body["input"] == [""]:  # the special tokens alone are a text
         assert served.post("/v1/embeddings", {"model": "embedder", **body}).status_code == 200
@@ -140,7 +123,7 @@ def test_what_cannot_be_embedded_is_refused(
     assert message in refused(served, "/v1/embeddings", {"model": "embedder", **body})
 
 
-def test_rerank_orders_documents_by_the_scores_of_pairs(served: PoolingServer) -> None:
+def test_rerank_orders_documents_by_the_scores_of_pairs(served: SeveralServer) -> None:
     session = own(served, "reranker")
     expected = scores_of(session, "w5 w6", TEXTS)
     assert len(set(expected.tolist())) == 3  # two texts are the same
@@ -165,7 +148,7 @@ def test_rerank_orders_documents_by_the_scores_of_pairs(served: PoolingServer) -
     assert "instruction" in refused(served, "/v1/rerank", {**body, "instruction": "w5"})
 
 
-def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> None:
+def test_scores_of_one_text_with_many_and_of_as_many(served: SeveralServer) -> None:
     session = own(served, "judge")
     expected = scores_of(session, ["w5 w6"] * 4, TEXTS)
     named = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
@@ -181,7 +164,7 @@ def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> N
     assert "text_2 is missing" in refused(served, "/score", {"model": "judge", "text_1": "w5"})
 
 
-def test_an_embedding_model_scores_by_similarity(served: PoolingServer) -> None:
+def test_an_embedding_model_scores_by_similarity(served: SeveralServer) -> None:
     vectors = vectors_of(own(served), ["w5 w6", *TEXTS])
     body = {"model": "embedder", "text_1": "w5 w6", "text_2": TEXTS}
     data = served.post("/v1/score", body).json()["data"]
@@ -190,13 +173,13 @@ def test_an_embedding_model_scores_by_similarity(served: PoolingServer) -> None:
     )
 
 
-def test_ollamas_client_gets_the_vectors(served: PoolingServer) -> None:
+def test_ollamas_client_gets_the_vectors(served: SeveralServer) -> None:
     client = ollama.Client(served.url)
     with closing(client._client):
         check_ollama(served, client)
 
 
-def check_ollama(served: PoolingServer, client: ollama.Client) -> None:
+def check_ollama(served: SeveralServer, client: ollama.Client) -> None:
     expected = vectors_of(own(served), TEXTS)
     answer = client.embed("embedder", TEXTS)
     np.testing.assert_allclose(answer.embeddings, expected, atol=1e-5)
@@ -213,7 +196,7 @@ def check_ollama(served: PoolingServer, client: ollama.Client) -> None:
     assert shown.modelinfo["bert.embedding_length"] == 48
 
 
-def test_each_model_says_what_it_is_for_and_refuses_the_rest(served: PoolingServer) -> None:
+def test_each_model_says_what_it_is_for_and_refuses_the_rest(served: SeveralServer) -> None:
     cards = {item["id"]: item for item in served.get("/v1/models").json()["data"]}
     able = {
         name: {key for key, value in card["capabilities"].items() if value}
@@ -237,7 +220,7 @@ def test_each_model_says_what_it_is_for_and_refuses_the_rest(served: PoolingServ
     assert "demo generates text" in message
 
 
-def test_the_rest_of_the_server_knows_such_models(served: PoolingServer) -> None:
+def test_the_rest_of_the_server_knows_such_models(served: SeveralServer) -> None:
     assert served.get("/ready").status_code == 200
     text = served.get("/metrics").text
     assert 'vllm:prompt_tokens_total{model_name="embedder"}' in text
@@ -247,7 +230,7 @@ def test_the_rest_of_the_server_knows_such_models(served: PoolingServer) -> None
     assert served.post("/detokenize", body).json()["prompt"] == "w5 w6"
 
 
-def test_llm_asks_a_server_for_vectors_and_scores(served: PoolingServer) -> None:
+def test_llm_asks_a_server_for_vectors_and_scores(served: SeveralServer) -> None:
     texts = ["w5 w6", "w7"]
     with LLM(served.url, served_model="embedder") as llm:
         np.testing.assert_allclose(llm.embed(texts), vectors_of(own(served), texts), atol=1e-5)
@@ -267,7 +250,7 @@ def test_llm_asks_a_server_for_vectors_and_scores(served: PoolingServer) -> None
         )
 
 
-def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
+def test_many_clients_are_batched_beside_a_chat(served: SeveralServer) -> None:
     """Requests of many clients share passes; a chat goes on meanwhile."""
     session = own(served)
     before = session.stats()
@@ -288,18 +271,14 @@ def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
     assert after["waiting"] == after["running"] == 0
 
 
-def test_documents_are_cut_aside(served: PoolingServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, encode = own(served, "reranker"), Tokenizer.encode
-    on_loop: list[bool] = []
-
-    def watched(tokenizer: Tokenizer, text: str, **how: bool) -> list[int]:
-        on_loop.append(asyncio._get_running_loop() is not None)
-        return encode(tokenizer, text, **how)
-
-    monkeypatch.setattr(Tokenizer, "encode", watched)
+def test_documents_are_cut_aside(served: SeveralServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = own(served, "reranker")
+    loops = note_calls(
+        monkeypatch, Tokenizer, "encode", lambda *_, **__: asyncio._get_running_loop()
+    )
     body = {"model": "reranker", "query": "w5 w6", "documents": TEXTS, "max_tokens_per_doc": 2}
     results = served.post("/v1/rerank", body).json()["results"]
-    assert on_loop == [False] * 4
+    assert loops == [None] * 4
     expected = scores_of(session, "w5 w6", ["w5 w6", "w8", "w9 w10", "w8"])
     actual = {result["index"]: result["relevance_score"] for result in results}
     np.testing.assert_allclose([actual[i] for i in range(4)], expected, atol=1e-5)

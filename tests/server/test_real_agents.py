@@ -169,17 +169,12 @@ def test_codex_compacts_before_its_window_is_full(tmp_path: Path) -> None:
     """`launch` tells it the model's context; it makes a summary at nine tenths of that."""
     programs("codex")
     read = json.dumps(AGENTS[1].read(""))
-    answers = iter([f"<tool_call>{read}</tool_call>", "A summary.", "I am done."])
+    answers = (f"<tool_call>{read}</tool_call>", "A summary.", "I am done.")
     model = long_model(tmp_path / "m", CODEX_CONTEXT)
-    with ScriptedServer(bundled=model, store=ResponseStore(None)) as server:
-        submit, prompts = server.script.submit, []
-
-        def next_answer(request: Request, deliver: Callable[[TokenEvent], None]) -> None:
-            prompts.append(server.model.tokenizer.decode(request.prompt_ids))
-            server.script.text = next(answers)
-            submit(request, deliver)
-
-        server.script.submit = next_answer  # type: ignore[method-assign]
+    with (
+        ScriptedServer(bundled=model, store=ResponseStore(None)) as server,
+        server.says_in_turn(*answers) as prompts,
+    ):
         Workplace(tmp_path).run(server, "codex", *AGENTS[1].arguments)
     assert "A summary." in prompts[2]
 

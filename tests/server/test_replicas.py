@@ -55,15 +55,8 @@ def router(workers: list[str], policy: str, data: Path) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     command = [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    command += [
-        "--worker-urls",
-        *workers,
-        "--api-key",
-        KEY,
-        "--sticky-sessions",
-        "--health-check-interval-secs",
-        "1",
-    ]
+    command += ["--worker-urls", *workers, "--api-key", KEY]
+    command += ["--sticky-sessions", "--health-check-interval-secs", "1"]
     with process(command, url, "/health", data):
         until_s = time.monotonic() + 60
         while httpx.get(f"{url}/workers", headers=HEADERS, timeout=60).json()["total"] < len(

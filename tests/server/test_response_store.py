@@ -213,30 +213,29 @@ def test_room_goes_by_weight() -> None:
     assert kept == [15, 17, 18, 19]
 
 
-@pytest.mark.parametrize("begin", [0, 4096])
-def test_a_damaged_file_is_set_aside(tmp_path: Path, begin: int) -> None:
-    """At the start, or at the first use of a page that is wrong."""
+NOISE = bytes(range(1, 256)) * 500
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda data: NOISE,  # at the start
+        lambda data: data[:4096] + NOISE,  # at the first use of a page that is wrong
+        # SQLite quotes names in the message of its error, which then is no UTF-8.
+        lambda data: data.replace(b"CREATE TABLE", b"CREATE TAB\x80E"),
+    ],
+    ids=["noise", "a page", "names"],
+)
+def test_a_damaged_file_is_set_aside(tmp_path: Path, damaged: Any) -> None:
     path = tmp_path / "responses.db"
     store = ResponseStore(path)
     for number in range(100):
         store.put("", stored(number, size=1000))
     store.close()
-    sound = path.read_bytes()
-    path.write_bytes(sound[:begin] + bytes(range(1, 256)) * (len(sound) // 255))
+    path.write_bytes(damaged(path.read_bytes()))
     store = ResponseStore(path)
     with contextlib.suppress(StoreError):
         assert store.chain("", "r1") is None
-    store.put("", stored(3))
-    assert store.chain("", "r3") is not None
-    assert [item for item in tmp_path.iterdir() if ".damaged-" in item.name]
-
-
-def test_a_file_with_names_that_are_no_text_is_set_aside(tmp_path: Path) -> None:
-    """SQLite quotes them in the message of its error, which then is no UTF-8."""
-    path = tmp_path / "responses.db"
-    ResponseStore(path).close()
-    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE", b"CREATE TAB\x80E"))
-    store = ResponseStore(path)
     store.put("", stored(3))
     assert store.chain("", "r3") is not None
     assert [item for item in tmp_path.iterdir() if ".damaged-" in item.name]

@@ -12,7 +12,7 @@ import pytest
 from live_server import CHAT, LiveServer, chat
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
-from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
+from scripted import TOOLS_ONLY, ScriptedServer, taught
 from sdk_clients import CALLS, FUNCTION, NOW, WEATHER, openai_client, strictly
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta
@@ -262,8 +262,7 @@ DOCS: Any = {
 HOSTED: Any = [{"type": "web_search"}, {"type": "local_shell"}, {"type": "tool_search"}]
 ALL_TOOLS: Any = [SHELL, *HOSTED, APPLY_PATCH, NOTES, DOCS]
 
-AS_JSON = TEMPLATE.replace(THOUGHT, "")
-AS_XML = AS_JSON.replace("<tool_call>{name", "<tool_call>\n<function=f>\n<parameter=p>{name")
+AS_XML = TOOLS_ONLY.replace("<tool_call>{name", "<tool_call>\n<function=f>\n<parameter=p>{name")
 
 
 def calling(name: str, arguments: str) -> str:
@@ -303,14 +302,13 @@ def test_tools_of_namespaces_are_called(client: openai.OpenAI, scripted: Scripte
     assert (call.namespace, call.name) == ("mcp__docs__", "search")
 
 
-@pytest.mark.parametrize("template", [AS_JSON, AS_XML], ids=["json", "xml"])
+@pytest.mark.parametrize("template", [TOOLS_ONLY, AS_XML], ids=["json", "xml"])
 def test_the_input_of_a_custom_tool_keeps_to_its_expression(template: str) -> None:
     form = {"type": "grammar", "syntax": "regex", "definition": "[ab]{3}"}
     tool = {"type": "custom", "name": "mark", "format": form}
     body: Any = {"input": "Hi", "tools": [tool], "max_output_tokens": 200}
     body["tool_choice"] = {"type": "custom", "name": "mark"}
-    with LiveServer() as server:
-        teach(server.model, template)
+    with taught(template) as server:
         answer = server.post("/v1/responses", body)
         assert answer.status_code == 200, answer.text
     assert "x-mlxinfer-skipped" not in answer.headers

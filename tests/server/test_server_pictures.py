@@ -6,13 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from live_server import CHAT, LiveServer, models_of
+from live_server import CHAT, LiveServer, SeveralServer
 from PIL import Image
 from raw_http import connect, post
 from sdk_clients import anthropic_client, openai_client
@@ -20,11 +19,10 @@ from sdk_clients import anthropic_client, openai_client
 from mlxinfer import LLM
 from mlxinfer.errors import InvalidRequestError, PictureError
 from mlxinfer.server import pictures
-from mlxinfer.server.slots import ServedModel
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.server.workers import Workers
-from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.pictures import PictureReader
+from tests.http_site import Reply, http_site
 from tests.seeing_folder import seeing_folder
 from tests.waiting import wait_until
 
@@ -42,13 +40,9 @@ WHAT = {"type": "text", "text": "What is it?"}
 GREEDY = {"temperature": 0, "max_tokens": 6}
 
 
-class SeeingServer(LiveServer):
+def seeing_server(folder: Path, **config: Any) -> SeveralServer:
     """A tiny model that sees, behind a real socket."""
-
-    def __init__(self, folder: Path, store: ResponseStore | None = None, **config: Any) -> None:
-        options = EngineOptions(max_batch=4)
-        self.model = ServedModel.open("tiny-see", folder, options, created_s=1)
-        self.listen(models_of([self.model]), store=store, **config)
+    return SeveralServer({"tiny-see": folder}, **config)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seeing(folder: Path) -> Iterator[SeeingServer]:
-    with SeeingServer(folder) as server:
+def seeing(folder: Path) -> Iterator[LiveServer]:
+    with seeing_server(folder) as server:
         yield server
 
 
@@ -108,17 +102,15 @@ def answer_of(path: str, reply: dict[str, Any]) -> tuple[str, int]:
     return reply["message"]["content"], reply["prompt_eval_count"]
 
 
-def test_every_api_shows_the_model_its_pictures(seeing: SeeingServer) -> None:
+def test_every_api_shows_the_model_its_pictures(seeing: LiveServer) -> None:
     other = f"data:image/png;base64,{base64.b64encode(BLUE).decode()}"
     red, blue = (answer_of(CHAT, seeing.post(CHAT, chat_with(url)).json()) for url in (URL, other))
     assert red[0] != blue[0]
     for path, body in REQUESTS:
-        reply = seeing.post(path, body)
-        assert reply.status_code == 200, reply.text
-        assert answer_of(path, reply.json()) == red, path
+        assert answer_of(path, seeing.answer(path, body)) == red, path
 
 
-def test_anthropics_streams_show_the_model_its_pictures(seeing: SeeingServer) -> None:
+def test_anthropics_streams_show_the_model_its_pictures(seeing: LiveServer) -> None:
     body = messages_with(BASE64)
     events = seeing.events("/v1/messages", body)
     deltas = [e["delta"]["text"] for e in events if e["type"] == "content_block_delta"]
@@ -130,7 +122,7 @@ def test_anthropics_streams_show_the_model_its_pictures(seeing: SeeingServer) ->
 
 
 def test_a_client_that_leaves_ends_the_reading_of_its_pictures(
-    seeing: SeeingServer, monkeypatch: pytest.MonkeyPatch
+    seeing: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown, read, go_on = PictureReader._shown, [], threading.Event()
 
@@ -152,7 +144,7 @@ def test_a_client_that_leaves_ends_the_reading_of_its_pictures(
     assert len(read) == 1
 
 
-def test_official_clients_send_pictures(seeing: SeeingServer) -> None:
+def test_official_clients_send_pictures(seeing: LiveServer) -> None:
     with openai_client(seeing) as client:
         body: Any = chat_with(URL)
         answer = client.chat.completions.create(model="tiny-see", **body)
@@ -167,7 +159,7 @@ def test_official_clients_send_pictures(seeing: SeeingServer) -> None:
     assert counted.input_tokens == answer.usage.prompt_tokens
 
 
-def test_token_counts_hold_pictures(seeing: SeeingServer) -> None:
+def test_token_counts_hold_pictures(seeing: LiveServer) -> None:
     _, used = answer_of(CHAT, seeing.post(CHAT, chat_with(URL)).json())
     messages = {"messages": chat_with(URL)["messages"]}
     assert seeing.post("/tokenize", messages).json()["count"] == used
@@ -175,7 +167,7 @@ def test_token_counts_hold_pictures(seeing: SeeingServer) -> None:
     assert counted["input_tokens"] == used
 
 
-def test_tools_and_earlier_turns_may_show_pictures(seeing: SeeingServer) -> None:
+def test_tools_and_earlier_turns_may_show_pictures(seeing: LiveServer) -> None:
     turn = {"role": "user", "content": [{"type": "image", "source": BASE64}, WHAT]}
     result = {
         "type": "tool_result",
@@ -191,13 +183,11 @@ def test_tools_and_earlier_turns_may_show_pictures(seeing: SeeingServer) -> None
         ],
         **GREEDY,
     }
-    reply = seeing.post("/v1/messages", body)
-    assert reply.status_code == 200, reply.text
-    _, used = answer_of("/v1/messages", reply.json())
+    _, used = answer_of("/v1/messages", seeing.answer("/v1/messages", body))
     assert used > 40
 
 
-def test_capabilities_say_who_sees(seeing: SeeingServer, server: LiveServer) -> None:
+def test_capabilities_say_who_sees(seeing: LiveServer, server: LiveServer) -> None:
     for who, sees in ((seeing, True), (server, False)):
         (card,) = who.get("/v1/models").json()["data"]
         assert card["capabilities"]["vision"] is sees
@@ -231,7 +221,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_no_picture_is_a_400(seeing: SeeingServer) -> None:
+def test_what_is_no_picture_is_a_400(seeing: LiveServer) -> None:
     for path, body, said in WRONG:
         reply = seeing.post(path, body)
         assert reply.status_code == 400
@@ -261,7 +251,7 @@ def video_url(data: bytes) -> str:
 def test_a_video_in_a_request_is_seen(tmp_path: Path) -> None:
     folder = seeing_folder(tmp_path, videos=True)
     given: Any = {"temperature": 0.0, "max_tokens": 6}
-    with SeeingServer(folder) as server, LLM(server.url) as there, LLM(folder) as here:
+    with seeing_server(folder) as server, LLM(server.url) as there, LLM(folder) as here:
         said = []
         for data in (clip("red", "blue"), clip("red", "white")):
             near = here.chat("What is it?", videos=[data], **given)
@@ -288,7 +278,7 @@ def test_a_video_in_a_request_is_seen(tmp_path: Path) -> None:
             assert (refused.status_code, expected in refused.text) == (400, True), refused.text
 
 
-def test_models_that_see_no_videos_refuse_them(seeing: SeeingServer, server: LiveServer) -> None:
+def test_models_that_see_no_videos_refuse_them(seeing: LiveServer, server: LiveServer) -> None:
     for one, expected in (
         (seeing, "The model 'tiny-see' sees pictures and no videos"),
         (server, "The model 'demo' reads text only"),
@@ -325,55 +315,33 @@ def test_only_public_addresses_are_taken(monkeypatch: pytest.MonkeyPatch) -> Non
             taken(PUBLIC[0], address)
 
 
-class Site(BaseHTTPRequestHandler):
+def drip(data: bytes) -> Iterator[bytes]:
+    for byte in data:
+        yield bytes([byte])
+        time.sleep(0.05)
+
+
+def reply_of(path: str) -> Reply:
     """A web site with a picture, and with what is none."""
-
-    def do_GET(self) -> None:
-        kind, data, status = "image/png", RED, 200
-        if self.path == "/page":
-            kind = "text/html"
-        elif self.path == "/missing":
-            status = 404
-        elif self.path == "/large":
-            data = bytes(5000)
-        elif self.path.startswith("/to?"):
-            status = 302
-        self.send_response(status)
-        if status == 302:
-            self.send_header("location", self.path.removeprefix("/to?"))
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        if self.path == "/slow":
-            for byte in data * 9:
-                self.wfile.write(bytes([byte]))
-                self.wfile.flush()
-                time.sleep(0.05)
-        else:
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    if path.startswith("/to?"):
+        return 302, {"location": path.removeprefix("/to?")}, ()
+    kind = "text/html" if path == "/page" else "image/png"
+    data = bytes(5000) if path == "/large" else RED
+    headers = {"content-type": kind, "content-length": str(len(data))}
+    return 404 if path == "/missing" else 200, headers, drip(data) if path == "/slow" else [data]
 
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of the site, which counts as public here."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.daemon_threads = True
-    server.handle_error = lambda *_: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
     whole = pictures.public_address
 
     def address(host: str, port: int, deadline: float, place: str) -> str:
-        return host if port == server.server_port else whole(host, port, deadline, place)
+        return host if url.endswith(f":{port}") else whole(host, port, deadline, place)
 
     monkeypatch.setattr(pictures, "public_address", address)
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http_site(reply_of) as url:
+        yield url
 
 
 def test_a_picture_is_fetched_also_behind_a_redirect(site: str) -> None:
@@ -382,7 +350,7 @@ def test_a_picture_is_fetched_also_behind_a_redirect(site: str) -> None:
     assert pictures.fetch_picture(f"{site}/to?{site}/red.png", "here") == RED
 
 
-def test_what_is_not_fetched(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_urls_are_not_fetched(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     not_fetched = {
         "/page": "of type 'text/html'",
         "/missing": "status 404",
@@ -410,7 +378,7 @@ def test_a_server_that_drips_bytes_is_left(site: str, monkeypatch: pytest.Monkey
     assert time.monotonic() - begun < 20
 
 
-def test_a_name_that_is_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_found_in_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr(pictures, "TIMEOUT_S", 0.2)
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: answered.wait(60) and [])
@@ -421,7 +389,7 @@ def test_a_name_that_is_not_found_in_time(monkeypatch: pytest.MonkeyPatch) -> No
     answered.set()
 
 
-def test_port_and_host_of_a_url() -> None:
+def test_a_request_has_the_port_and_the_host_of_its_url() -> None:
     for url, port, host in (
         ("http://[2606:2800::1]/a", 80, "[2606:2800::1]"),
         ("https://name.example/a", 443, "name.example"),
@@ -453,7 +421,7 @@ def test_pictures_of_a_request_have_limits(site: str, monkeypatch: pytest.Monkey
 
 def test_slow_hosts_delay_no_text(site: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "TIMEOUT_S", 1.5)
-    with SeeingServer(folder, fetch_images=True, image_fetchers=1, text_workers=1) as server:
+    with seeing_server(folder, fetch_images=True, image_fetchers=1, text_workers=1) as server:
         body = chat_with(f"{site}/slow")
         threads = [threading.Thread(target=server.post, args=(CHAT, body)) for _ in range(2)]
         for thread in threads:
@@ -467,7 +435,7 @@ def test_slow_hosts_delay_no_text(site: str, folder: Path, monkeypatch: pytest.M
 
 
 def test_a_server_that_may_fetch_shows_pictures_behind_urls(site: str, folder: Path) -> None:
-    with SeeingServer(folder, fetch_images=True) as server:
+    with seeing_server(folder, fetch_images=True) as server:
         (text, used), same = (
             answer_of(CHAT, server.post(CHAT, chat_with(url)).json())
             for url in (f"{site}/red.png", URL)
@@ -481,7 +449,7 @@ def test_a_server_that_may_fetch_shows_pictures_behind_urls(site: str, folder: P
 
 
 def test_a_stored_response_keeps_its_picture(folder: Path) -> None:
-    with SeeingServer(folder, store=ResponseStore(None)) as server:
+    with seeing_server(folder, store=ResponseStore(None)) as server:
         first = server.post("/v1/responses", responses_with(URL)).json()
         items = server.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
         assert items[0]["content"][0]["image_url"] == URL
@@ -491,7 +459,7 @@ def test_a_stored_response_keeps_its_picture(folder: Path) -> None:
         assert after["usage"]["input_tokens"] > alone["usage"]["input_tokens"] + 20
 
 
-def test_llm_of_a_server_sends_pictures(seeing: SeeingServer, folder: Path) -> None:
+def test_llm_of_a_server_sends_pictures(seeing: LiveServer, folder: Path) -> None:
     given: Any = {"temperature": 0.0, "max_tokens": 6}
     with LLM(seeing.url) as there, LLM(folder) as here:
         for images in ([RED], [Image.open(io.BytesIO(BLUE))], [RED, BLUE]):

@@ -23,6 +23,7 @@ from mlxinfer.cache.disk.entry import Entry, encode, read_entry
 from mlxinfer.cache.prefix.index import page_key
 from mlxinfer.cli import session as session_command
 from mlxinfer.server.keys import ApiKeys
+from tests.seeds import seeded
 from tests.waiting import wait_until
 
 ROOT = bytes(20)
@@ -291,9 +292,7 @@ def test_a_session_may_be_loaded_by_many_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.ci  # seconds
 def test_whatever_clients_do_at_once_no_request_fails_by_the_server(tmp_path: Path) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = seeded()
     with serving(tmp_path) as server:
         cold, _, _ = ask(server)
         server.post("/v1/sessions", {"name": "a"})

@@ -116,10 +116,8 @@ def victim(**fields: Any) -> dict[str, Any]:
 
 
 def ask(server: LiveServer, question: str) -> str:
-    answer = server.post(CHAT, chat(question, max_tokens=8))
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["message"]["content"]
-    return text
+    answer = server.answer(CHAT, chat(question, max_tokens=8))
+    return str(answer["choices"][0]["message"]["content"])
 
 
 @cache
@@ -129,11 +127,13 @@ def alone_answers(server: LiveServer) -> list[str]:
 
 
 @contextmanager
-def neighbours(server: LiveServer) -> Iterator[None]:
-    """Others ask at the same time, and are answered as ever."""
+def neighbours(server: LiveServer, *, behind: bool = False) -> Iterator[None]:
+    """Others ask at the same time, and are answered as ever; `behind` a request that runs."""
     alone = alone_answers(server)
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         asked = [pool.submit(ask, server, question) for question in QUESTIONS]
+        if behind:
+            wait_until(lambda: server.service.admission.num_waiting == len(QUESTIONS))
         yield
         assert [job.result() for job in asked] == alone
     wait_until(server.is_idle)
@@ -154,7 +154,7 @@ def fail_whole(server: LiveServer, **fields: Any) -> None:
 @pytest.mark.alike
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", BEFORE)
-def test_before_the_first_token(live: LiveServer, name: str, stream: bool) -> None:
+def test_a_fault_before_the_first_token(live: LiveServer, name: str, stream: bool) -> None:
     """A stream has not begun: it is refused with a status, too."""
     stage = BEFORE[name]
     with neighbours(live), fault(stage.owner, stage.name, stage.hits):
@@ -162,14 +162,14 @@ def test_before_the_first_token(live: LiveServer, name: str, stream: bool) -> No
 
 
 @pytest.mark.parametrize("name", [*WITHIN, "send"])
-def test_within_an_answer(live: LiveServer, name: str) -> None:
+def test_a_fault_within_an_answer(live: LiveServer, name: str) -> None:
     stage = {**WITHIN, **SENDING}[name]
     with neighbours(live), fault(stage.owner, stage.name, stage.hits):
         fail_whole(live)
 
 
 @pytest.mark.parametrize("name", [*WITHIN, "send a part"])
-def test_within_a_stream(live: LiveServer, name: str) -> None:
+def test_a_fault_within_a_stream(live: LiveServer, name: str) -> None:
     stage = {**WITHIN, **SENDING}[name]
     with neighbours(live), fault(stage.owner, stage.name, stage.hits):
         *_, last = live.events(CHAT, victim())
@@ -178,7 +178,7 @@ def test_within_a_stream(live: LiveServer, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES, MESSAGES])
-def test_in_other_words(live: LiveServer, path: str) -> None:
+def test_a_fault_has_the_shape_of_errors_of_its_api(live: LiveServer, path: str) -> None:
     """The other APIs fail in their own shapes."""
     text = f"A {VICTIM}"
     messages = [{"role": "user", "content": text}]
@@ -218,7 +218,7 @@ def single() -> Iterator[LiveServer]:
 
 @pytest.mark.alike
 @pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
-def test_in_a_step(single: LiveServer, name: str) -> None:
+def test_a_fault_in_a_step(single: LiveServer, name: str) -> None:
     """Requests that wait while a step fails are answered as ever."""
     loop: Any = single.model.session.engine._loop
     model = type(loop.model)
@@ -232,21 +232,9 @@ def test_in_a_step(single: LiveServer, name: str) -> None:
     with single.stream(CHAT, request) as response:
         events = events_of(response)
         next(events), next(events)
-        with neighbours_behind(single), fault(owner, attribute):
+        with neighbours(single, behind=True), fault(owner, attribute):
             *_, last = events
     check_hidden(last["error"])
-
-
-@contextmanager
-def neighbours_behind(server: LiveServer) -> Iterator[None]:
-    """Others that wait behind a request that runs; afterwards they are answered as ever."""
-    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        asked = [pool.submit(ask, server, question) for question in QUESTIONS]
-        wait_until(lambda: server.service.admission.num_waiting == len(QUESTIONS))
-        yield
-        result = [job.result() for job in asked]
-    wait_until(server.is_idle)
-    assert result == alone_answers(server)
 
 
 def test_a_step_fails_all_requests_in_it(live: LiveServer) -> None:

@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
-from live_server import CHAT, LiveServer, chat, models_of
+from live_server import CHAT, LiveServer, SeveralServer, chat
 from pooling.tiny_pooling import pooling_folder
 from storm_client import Plan, draw_body, draw_leaver, perform
 from test_storm import held, resident_kb
 
 from mlxinfer import hub
-from mlxinfer.server.slots import ServedModel
-from mlxinfer.session.options import EngineOptions
 
 ADAPTERS = ("pirate", "poet")
 GENERATING = ("demo", *(f"demo:{name}" for name in ADAPTERS))
@@ -31,29 +29,22 @@ NUM_REQUESTS = int(os.environ.get("MLXINFER_STORM_REQUESTS", "1500"))
 MOST_GROWTH_KB = 60_000  # of memory, in the second half
 
 
-class MixedServer(LiveServer):
-    """The demo model with few pages, an embedding model and a reranker."""
-
-    def __init__(self, folder: Path) -> None:
-        small = EngineOptions(max_memory="32MB", max_batch=8)
-        folders = {
-            "demo": hub.resolve("demo-draft"),
-            "embedder": pooling_folder(folder / "embedder", "bert"),
-            "reranker": pooling_folder(folder / "reranker", "bert-scores"),
-        }
-        served = [
-            ServedModel.open(name, path, small if name == "demo" else EngineOptions(), created_s=1)
-            for name, path in folders.items()
-        ]
-        self.model = served[0]
-        tensors = dense_tensors(hub.resolve("demo-draft"))
-        for seed, name in enumerate(ADAPTERS):
-            write_peft(folder / "adapters" / name, draw(tensors, seed, strength=1.5))
-        self.listen(
-            models_of(served),
-            max_waiting=4 * NUM_CLIENTS,
-            adapter_folders=(str(folder / "adapters"),),
-        )
+def mixed_server(folder: Path) -> SeveralServer:
+    """The demo model with few pages and two adapters, an embedding model and a reranker."""
+    folders = {
+        "demo": hub.resolve("demo-draft"),
+        "embedder": pooling_folder(folder / "embedder", "bert"),
+        "reranker": pooling_folder(folder / "reranker", "bert-scores"),
+    }
+    tensors = dense_tensors(hub.resolve("demo-draft"))
+    for seed, name in enumerate(ADAPTERS):
+        write_peft(folder / "adapters" / name, draw(tensors, seed, strength=1.5))
+    return SeveralServer(
+        folders,
+        {"demo": {"max_memory": "32MB", "max_batch": 8}, "embedder": {}, "reranker": {}},
+        max_waiting=4 * NUM_CLIENTS,
+        adapter_folders=(str(folder / "adapters"),),
+    )
 
 
 def pooling_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -107,7 +98,7 @@ def answers_of(server: LiveServer) -> list[Any]:
 def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
     seed = int(time.time())
     print(f"\nseed {seed}")
-    with MixedServer(tmp_path) as server:
+    with mixed_server(tmp_path) as server:
         for name in ADAPTERS:
             asked = {"lora_name": name, "lora_path": name}
             assert server.post("/v1/load_lora_adapter", asked).status_code == 200

@@ -1,7 +1,6 @@
 """What a request hears of the chat template of its model: wishes without effect, and failures."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,22 +20,18 @@ WISHES: list[tuple[str, dict[str, Any]]] = [  # not to think
 ]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer() as running:
-        yield running
-
-
 @pytest.mark.parametrize(("path", "body"), WISHES)
-def test_ignored_wishes_are_noted(server: ScriptedServer, path: str, body: dict[str, Any]) -> None:
-    with server.says("Hello."):
-        teach(server.model, SWITCH)
-        heard = server.post(path, body)
+def test_ignored_wishes_are_noted(
+    scripted: ScriptedServer, path: str, body: dict[str, Any]
+) -> None:
+    with scripted.says("Hello."):
+        teach(scripted.model, SWITCH)
+        heard = scripted.post(path, body)
         assert heard.status_code == 200, heard.text
         assert "x-mlxinfer-skipped" not in heard.headers
-        assert server.prompt.endswith("<think></think>")
-        teach(server.model, TURNS)
-        unheard = server.post(path, body)
+        assert scripted.prompt.endswith("<think></think>")
+        teach(scripted.model, TURNS)
+        unheard = scripted.post(path, body)
     said = "unread" if unheard.status_code == 400 else unheard.headers.get("x-mlxinfer-skipped", "")
     names = ("reasoning_effort", "enable_thinking", "thinking")
     assert unheard.status_code == 200, unheard.text
@@ -56,18 +51,18 @@ BAD = {
 @pytest.mark.alike
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_template_ends_with_an_error_that_names_it(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, kind: str
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(samples._process, "max_seconds", 1.0)
-    with server.says("Hello."):
-        teach(server.model, BAD[kind])
+    with scripted.says("Hello."):
+        teach(scripted.model, BAD[kind])
         begun = time.monotonic()
         for _ in range(2):
-            answer = server.post(CHAT, {"messages": HI})
+            answer = scripted.post(CHAT, {"messages": HI})
             assert answer.status_code == 400, answer.text
             assert "chat template" in answer.json()["error"]["message"]
         assert time.monotonic() - begun < 30
-        text = server.post("/v1/completions", {"prompt": "Hello", "max_tokens": 3})
+        text = scripted.post("/v1/completions", {"prompt": "Hello", "max_tokens": 3})
         assert text.status_code == 200, "plain prompts go on"
-        teach(server.model, TURNS)
-        assert server.post(CHAT, {"messages": HI}).status_code == 200
+        teach(scripted.model, TURNS)
+        assert scripted.post(CHAT, {"messages": HI}).status_code == 200

@@ -1,6 +1,5 @@
 """Tokenizing over HTTP."""
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +8,7 @@ from live_server import CHAT, LiveServer, chat
 from models.runs import every
 from scripted import TEMPLATE, ScriptedServer
 
+from tests.seeds import seeded
 from tests.waiting import wait_until
 
 
@@ -48,9 +48,7 @@ FIELDS: dict[str, list[Any]] = {  # of chats that change the prompt
 
 
 def test_a_prompt_is_told_as_chat_makes_it_whatever_the_fields() -> None:
-    number = random.randrange(2**32)
-    print(f"seed {number}")
-    chance, told = random.Random(number), set()
+    chance, told = seeded(), set()
     with ScriptedServer(template=SWITCHED) as server, server.says("x"):
         for _ in range(60):
             names = chance.sample(list(FIELDS), chance.randint(0, 3))

@@ -9,9 +9,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, chat
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
+from scripted import TEMPLATE, ScriptedServer, taught
 from sdk_clients import (
     CALLS,
     CHAT_TOOLS,
@@ -153,13 +153,11 @@ def test_a_custom_tool_is_called_with_plain_text(scripted: ScriptedServer) -> No
 
 
 def test_a_forced_custom_tool_keeps_to_its_grammar() -> None:
-    with LiveServer() as server:
-        teach(server.model, TEMPLATE.replace(THOUGHT, ""))
+    with taught() as server:
         for choice in ("required", {"type": "custom", "custom": {"name": "code"}}):
             body = {"messages": HI, "tools": [CODE], "tool_choice": choice, "temperature": 0}
-            answer = server.post(CHAT, {**body, "parallel_tool_calls": False})
-            assert answer.status_code == 200, answer.text
-            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            answer = server.answer(CHAT, {**body, "parallel_tool_calls": False})
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
             assert re.fullmatch("[0-9]{3}", call["custom"]["input"])
 
 
@@ -173,13 +171,11 @@ def test_arguments_of_a_forced_call_are_checked_for_what_masks_cannot_hold() -> 
     }
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": schema}}
     body = {"messages": HI, "tools": [tool], "tool_choice": "required"}
-    with LiveServer() as server:
+    with taught() as server:
         server.model.defaults = server.model.defaults.changed({"temperature": 20.0})
-        teach(server.model, TEMPLATE.replace(THOUGHT, ""))
         for seed in range(2):
-            answer = server.post(CHAT, {**body, "seed": seed, "parallel_tool_calls": False})
-            assert answer.status_code == 200, answer.text
-            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            answer = server.answer(CHAT, {**body, "seed": seed, "parallel_tool_calls": False})
+            (call,) = answer["choices"][0]["message"]["tool_calls"]
             assert sorted(json.loads(call["function"]["arguments"])["bits"]) == [0, 1]
         tool["function"]["strict"] = True
         assert server.post(CHAT, body).status_code == 400

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from mlxinfer.server.apis import (
 from mlxinfer.server.apis.responses_items import conversation
 from mlxinfer.server.http import decode
 from mlxinfer.session.inputs import ChatInput, TextInput
+from tests.seeds import seeded
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 MODEL: Any = SimpleNamespace(
@@ -337,9 +337,7 @@ ODD: list[Any] = [
 
 @pytest.mark.parametrize("read", [read_chat, read_response])
 def test_tools_and_choices_of_any_form_are_read_or_refused(read: Read) -> None:
-    number = random.randrange(2**32)
-    print(f"seed {number}")
-    chance, results = random.Random(number), set()
+    chance, results = seeded(), set()
     for _ in range(3000):
         allowed = {"mode": "auto", "tools": chance.choices(ODD, k=2)}
         choices = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from live_server import CHAT, LiveServer
-from test_server_pictures import RED, URL, SeeingServer, png, video_url
+from test_server_pictures import RED, URL, png, seeing_server, video_url
 
 from mlxinfer.server import pdf as reading
 from tests.pdf_files import encrypted, pdf
@@ -113,8 +113,8 @@ def bodies(path: str, part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingServer]:
-    with SeeingServer(seeing_folder(tmp_path_factory.mktemp("see"))) as server:
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with seeing_server(seeing_folder(tmp_path_factory.mktemp("see"))) as server:
         yield server
 
 
@@ -122,7 +122,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeeingServer]:
     ("path", "kind", "part"), CASES, ids=[f"{path} {kind}" for path, kind, _ in CASES]
 )
 def test_what_cannot_be_read_ends_no_conversation(
-    path: str, kind: str, part: Any, seeing: SeeingServer, monkeypatch: pytest.MonkeyPatch
+    path: str, kind: str, part: Any, seeing: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "pdf with too many bytes":
         monkeypatch.setattr(reading, "MAX_BYTES", 1000)
@@ -138,17 +138,14 @@ def test_what_cannot_be_read_ends_no_conversation(
     assert ", " not in skipped
 
 
-def test_what_can_be_read_is_read_beside_it(seeing: SeeingServer) -> None:
+def test_what_can_be_read_is_read_beside_it(seeing: LiveServer) -> None:
     """A note takes the place of the broken picture alone, also where the session finds out."""
 
     def num_tokens(*urls: str) -> int:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         _, earlier = bodies(CHAT, parts[0])
         earlier["messages"][0]["content"][1:] = parts
-        reply = seeing.post(CHAT, earlier)
-        assert reply.status_code == 200, reply.text
-        count: int = reply.json()["usage"]["prompt_tokens"]
-        return count
+        return int(seeing.answer(CHAT, earlier)["usage"]["prompt_tokens"])
 
     broken = f"data:image/png;base64,{coded(PICTURES['picture cut off'])}"
     one, two = num_tokens(URL), num_tokens(URL, URL)
@@ -175,7 +172,7 @@ def test_a_model_that_does_not_see_goes_on(path: str, live: LiveServer) -> None:
     assert answer.headers["x-mlxinfer-skipped"].endswith("picture")
 
 
-def test_a_turn_after_a_refused_one_goes_on(seeing: SeeingServer) -> None:
+def test_a_turn_after_a_refused_one_goes_on(seeing: LiveServer) -> None:
     """Clients leave the refused message in their history, without an answer behind it."""
     newest, _ = bodies(CHAT, {"type": "file", "file": {"file_id": "f"}})
     again = {**newest, "messages": [*newest["messages"], {"role": "user", "content": "Go on."}]}

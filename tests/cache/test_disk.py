@@ -261,6 +261,34 @@ def test_a_failing_disk_costs_a_miss(tmp_path: Path, operation: str, code: int) 
     after.close()
 
 
+class Full(Files):
+    """A disk that others have filled but for `room` bytes."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self.folder, self.room = folder, room
+
+    def write(self, handle: int, data: bytes | memoryview) -> int:
+        if sum(path.stat().st_size for path in files_in(self.folder)) + len(data) > self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(handle, data)
+
+
+def test_a_full_disk_keeps_the_entries_that_were_used_last(tmp_path: Path) -> None:
+    files = Full(tmp_path, room=1500)
+    tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, files=files)
+    keys = []
+    for number in range(20):
+        keys.append(put(tier, [number], bytes(200)))
+        assert tier.flush(10)
+    kept = [key for key in keys if tier.has(key)]
+    assert len(kept) >= 3
+    assert kept == keys[-len(kept) :]
+    files.room = 0
+    put(tier, [99], bytes(200))  # in vain, whatever goes
+    tier.close()
+    assert tier.stats()["errors"] == 1
+
+
 def test_what_cannot_be_removed_does_not_block_others(tmp_path: Path) -> None:
     stuck = tmp_path / FOLDER / f"{page_key(MODEL, [0]).hex()}.kv"
     (stuck / "inner").mkdir(parents=True)  # as another user's file would be

@@ -10,6 +10,7 @@ misses a file that another removed.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..prefix.index import KEY_BYTES, VERSION
 from .entry import Entry, Files, decode, encode
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _HEX = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
 _FOLDER = re.compile(rf"{_HEX}\.{VERSION}")
 _OTHER_FOLDER = re.compile(rf"{_HEX}(\.[0-9]+)?")
@@ -190,10 +192,16 @@ class DiskTier:
         path = self.path(entry.key)
         written = False
         with self._errors_counted():
-            if not self._make_room(size, but_for=path):
+            if not self._make_room(size, self.max_bytes, but_for=path):
                 self._count(dropped=1)
                 return False
-            self._write(path, encode(entry))
+            try:
+                self._write(path, encode(entry))
+            except OSError as error:  # others have filled the disk: it holds no more than now
+                room = error.errno in _FULL and self._make_room(size, self._num_bytes, but_for=path)
+                if not room:
+                    raise
+                self._write(path, encode(entry))
             self._forget(path)
             with self._lock:
                 self._sizes[path] = size
@@ -230,13 +238,13 @@ class DiskTier:
                 self._files.remove(temp)
             raise
 
-    def _make_room(self, size: int, *, but_for: str) -> bool:
-        """Remove entries until there is room; False: the rest belongs to saved sessions."""
+    def _make_room(self, size: int, max_bytes: int, *, but_for: str) -> bool:
+        """Remove entries until `size` more fit; False: the rest belongs to saved sessions."""
         num_pinned = 0
         while True:
             with self._lock:
                 used = self._num_bytes - self._sizes.get(but_for, 0)
-                if used + size <= self.max_bytes:
+                if used + size <= max_bytes:
                     return True
                 oldest = next((path for path in self._sizes if path != but_for), None)
                 if oldest is None or num_pinned == len(self._sizes):

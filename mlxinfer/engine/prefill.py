@@ -36,10 +36,10 @@ class PromptRoom(NamedTuple):
 
     Attributes:
         tenants: those whose answers get tokens in the step.
-        seconds: that the rows of these answers take.
-        most_s: that the whole step may take.
-        shared_s: that a step takes for any number of rows: prompts get as long at least, because
-            smaller parts would waste more than half of the step.
+        seconds: time that the rows of these answers take.
+        most_s: longest time that the whole step may take.
+        shared_s: time that a step takes for any number of rows. Prompts get at least as much,
+            because smaller parts would waste more than half of the step.
     """
 
     tenants: Collection[Tenant]
@@ -233,10 +233,8 @@ class PrefillSizer:
         if not has_rows:
             tokens = num_tokens + unseen
             self._time_size(tokens, context, (seconds + unseen_s) / tokens)
-        # Prompts were on several ranks at once; a step with answers passes through all of them.
-        if unseen:
-            return
-        self._note_cost(num_tokens, context, seconds, has_rows=has_rows)
+        if not unseen:  # else later ranks were still busy with prompts, and `seconds` has that too
+            self._note_cost(num_tokens, context, seconds, has_rows=has_rows)
 
     def _note_cost(self, num_tokens: int, context: int, seconds: float, *, has_rows: bool) -> None:
         """Take in the seconds of a step with prompt tokens; `has_rows`: of answers too.

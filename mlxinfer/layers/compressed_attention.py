@@ -107,8 +107,8 @@ class CompressedIndex:
 class Compressor(Mixer):
     """Projects tokens to their parts of a block's vectors, and pools these parts.
 
-    The part of a token has, for each of these vectors, numbers and a gate for each number. Where
-    blocks overlap, a token has two parts: one for the next block, then one for its own block.
+    A token's part holds, for each vector of the block, that vector's numbers and one gate for each
+    number. Where blocks overlap, a token has two parts: first for the next block, then for its own.
     """
 
     proj: Projection  # (T, hidden) -> (T, raw), in any order

@@ -8,7 +8,6 @@ kernel does the draw together with the parts marked `fused`, and the grammar's m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import mlx.core as mx
@@ -129,9 +128,9 @@ def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
     for part in PARTS:
         rows = [row for row, slot in enumerate(slots) if part in slot.parts]
         for parts, in_kernel in ((before, False), (fused, True)):
-            there = [(part.fused and slots[row].cuts_in_kernel) == in_kernel for row in rows]
-            if places := list(compress(rows, there)):
-                parts.append(PartRows.of(part, places, slots, vocab_size))
+            chosen = [r for r in rows if (part.fused and slots[r].cuts_in_kernel) == in_kernel]
+            if chosen:
+                parts.append(PartRows.of(part, chosen, slots, vocab_size))
     drawn = np.array([row for row, p in enumerate(params) if not p.greedy], dtype=np.int64)
     temperatures = [max(params[row].temperature, TINY) for row in drawn.tolist()]
     return SamplingPlan(

@@ -119,7 +119,7 @@ class Asked:
     others: tuple[tuple[str, Any], ...] = ()  # fields of the request that change no token
 
     def how(self) -> dict[str, Any]:
-        """What both the plain run and the harness are asked for."""
+        """The arguments of this request, for the plain run and for the harness."""
         names = ("params", "stop_ids", "pictures")
         return {
             "prompt_ids": list(self.prompt_ids),

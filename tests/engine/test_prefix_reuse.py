@@ -234,7 +234,7 @@ def test_reuse_ends_where_states_or_windows_are_gone(name: str, end: ReuseEnd) -
 @pytest.mark.parametrize("case", ["qwen3-v4", "mistral-v4", "gemma3_text-v4"])
 @pytest.mark.parametrize("length", [39, 48, 101])
 def test_a_repeated_prompt_fits_in_a_pool_of_its_own_size(case: str, length: int) -> None:
-    """What it shares is locked, a page cut in two besides: that must not be counted against it."""
+    """Its shared pages are locked, and so is one more that is cut in two: there is still room."""
     model = tiny_model(case, quantized=True)
     harness = Harness(model, num_pages=-(-(length + 5) // PAGE), max_batch=2)
     for i in range(3):

@@ -53,12 +53,12 @@ class MlxinferError(Exception):
     code = "internal_error"
     param: str | None = None  # the field of the request that is at fault
 
+    def __init_subclass__(cls, *, status: int | None = None, code: str | None = None) -> None:
+        cls.status, cls.code = status or cls.status, code or cls.code
 
-class InvalidRequestError(MlxinferError, ValueError):
+
+class InvalidRequestError(MlxinferError, ValueError, status=400, code="invalid_request"):
     """A parameter or a prompt that can never be served; `param` names it where one is at fault."""
-
-    status = 400
-    code = "invalid_request"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -76,22 +76,16 @@ class PartNotFoundError(InvalidRequestError, KeyError):
     __str__ = Exception.__str__  # KeyError quotes
 
 
-class ContextLengthError(InvalidRequestError):
+class ContextLengthError(InvalidRequestError, code="context_length_exceeded"):
     """Prompt and answer do not fit in the model's context."""
 
-    code = "context_length_exceeded"
 
-
-class InsufficientMemoryError(InvalidRequestError):
+class InsufficientMemoryError(InvalidRequestError, code="insufficient_memory"):
     """The request needs more KV cache than this engine will ever have."""
 
-    code = "insufficient_memory"
 
-
-class PictureError(InvalidRequestError):
+class PictureError(InvalidRequestError, code="invalid_image"):
     """A picture cannot be read: it is broken, of no known format, too large, or not there."""
-
-    code = "invalid_image"
 
 
 class PromptTooLongError(ContextLengthError):
@@ -118,94 +112,60 @@ class PromptTooLongError(ContextLengthError):
         self.max_prompt = max_context - 1
 
 
-class UnsupportedFieldError(InvalidRequestError):
+class UnsupportedFieldError(InvalidRequestError, code="unsupported_parameter"):
     """A known field that would change the answer and is not supported."""
 
-    code = "unsupported_parameter"
 
-
-class UnknownArgumentError(InvalidRequestError, TypeError):
+class UnknownArgumentError(InvalidRequestError, TypeError, code="unknown_argument"):
     """A call has no argument of this name."""
 
-    code = "unknown_argument"
 
-
-class ModelError(MlxinferError):
+class ModelError(MlxinferError, status=400, code="model_error"):
     """A model cannot be found, read or run."""
 
-    status = 400
-    code = "model_error"
 
-
-class ModelNotFoundError(ModelError):
+class ModelNotFoundError(ModelError, status=404, code="model_not_found"):
     """No folder, bundled model or hub repository has this name."""
 
-    status = 404
-    code = "model_not_found"
 
-
-class AdapterNotFoundError(ModelNotFoundError):
+class AdapterNotFoundError(ModelNotFoundError, code="adapter_not_found"):
     """No folder with an adapter is there."""
 
-    code = "adapter_not_found"
 
-
-class UnsupportedModelError(ModelError):
+class UnsupportedModelError(ModelError, code="unsupported_model"):
     """The checkpoint is sound, but its architecture or a feature of it is not supported."""
 
-    code = "unsupported_model"
 
-
-class CheckpointError(ModelError):
+class CheckpointError(ModelError, code="bad_checkpoint"):
     """A file of the checkpoint is broken, truncated, or disagrees with the config."""
 
-    code = "bad_checkpoint"
 
-
-class DownloadError(ModelError):
+class DownloadError(ModelError, status=502, code="download_failed"):
     """The hub could not be reached, refused, or sent something else."""
 
-    status = 502
-    code = "download_failed"
 
-
-class ConversionError(MlxinferError):
+class ConversionError(MlxinferError, status=400, code="conversion_failed"):
     """A conversion cannot start, go on, or pass its checks; what was there before still is."""
 
-    status = 400
-    code = "conversion_failed"
 
-
-class TemplateError(MlxinferError):
+class TemplateError(MlxinferError, status=400, code="template_error"):
     """The chat template refused these messages, or ran past its limits."""
 
-    status = 400
-    code = "template_error"
 
-
-class OverloadedError(MlxinferError):
+class OverloadedError(MlxinferError, status=503, code="overloaded"):
     """No room now; try again after `retry_after_s` seconds."""
-
-    status = 503
-    code = "overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class HistoryError(MlxinferError):
+class HistoryError(MlxinferError, status=503, code="history_error"):
     """The file of conversations cannot be opened, read or written."""
 
-    status = 503
-    code = "history_error"
 
-
-class StorageFullError(MlxinferError):
+class StorageFullError(MlxinferError, status=507, code="storage_full"):
     """There is no room on the disk for what the request is to leave there; nothing was stored."""
-
-    status = 507
-    code = "storage_full"
 
     @classmethod
     def cause(cls, error: BaseException) -> Self | None:
@@ -217,63 +177,45 @@ class StorageFullError(MlxinferError):
         return None
 
 
-class ConversationNotFoundError(MlxinferError):
+class ConversationNotFoundError(MlxinferError, status=404, code="not_found"):
     """The history has no such conversation."""
 
-    status = 404
-    code = "not_found"
 
-
-class EngineClosedError(MlxinferError):
+class EngineClosedError(MlxinferError, status=503, code="engine_closed"):
     """The engine was closed, or is closing."""
 
-    status = 503
-    code = "engine_closed"
 
-
-class RanksFailedError(EngineClosedError):
+class RanksFailedError(EngineClosedError, code="ranks_failed"):
     """One of the ranks that a model is spread over has ended, hangs, or disagrees with rank 0."""
 
-    code = "ranks_failed"
 
-
-class DeviceLostError(EngineClosedError):
+class DeviceLostError(EngineClosedError, code="device_lost"):
     """The GPU takes no more work from this process: only a new process can go on."""
 
-    code = "device_lost"
 
-
-class RequestFailedError(MlxinferError):
+class RequestFailedError(MlxinferError, code="request_failed"):
     """A step went wrong while it ran this request; others go on."""
 
-    code = "request_failed"
 
-
-class GrammarFailedError(RequestFailedError):
+class GrammarFailedError(RequestFailedError, status=400, code="grammar_failed"):
     """The grammar of an answer came to a dead end or a limit: the request's own doing."""
-
-    status = 400
-    code = "grammar_failed"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
-class ServiceError(MlxinferError):
+class ServiceError(MlxinferError, code="service_error"):
     """The system's service manager refused, or is not on this machine."""
 
-    code = "service_error"
 
-
-class ServerError(MlxinferError):
+class ServerError(MlxinferError, code="server_error"):
     """No mlxinfer server answers, or it refused.
 
     Attributes:
         refused: status of the server's answer; None: there was none, or of another program.
     """
 
-    code = "server_error"
     refused: int | None = None
 
 
@@ -285,10 +227,8 @@ class SilentServerError(ServerError):
     """Something listens at the address, and did not answer in time."""
 
 
-class BackendMissingError(MlxinferError):
+class BackendMissingError(MlxinferError, code="backend_missing"):
     """MLX is not installed, or has no backend for this machine."""
-
-    code = "backend_missing"
 
 
 # The name at the end of "[METAL] Command buffer execution failed: Impacting Interactivity

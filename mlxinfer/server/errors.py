@@ -34,20 +34,13 @@ class HttpError(MlxinferError):
         self.code, self.status, self.param = code, STATUSES[code], param
 
 
-class StoreError(MlxinferError):
+class StoreError(MlxinferError, status=503, code="store_error"):
     """The file of stored responses cannot be opened, read or written."""
 
-    status = 503
-    code = "store_error"
 
-
-class ShuttingDownError(OverloadedError):
+class ShuttingDownError(OverloadedError, code="shutting_down"):
     """The server is about to end."""
 
-    code = "shutting_down"
 
-
-class ModelLoadError(OverloadedError):
+class ModelLoadError(OverloadedError, code="model_load_failed"):
     """The model could not be loaded. The cause is logged, and hidden from clients."""
-
-    code = "model_load_failed"

@@ -25,10 +25,8 @@ LOG_TAIL = 16 << 10  # bytes that are searched for the reason of an end
 MAX_PROBLEM = 500  # characters
 
 
-class StartError(MlxinferError):
+class StartError(MlxinferError, code="start_error"):
     """The server was not started."""
-
-    code = "start_error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,10 +34,8 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]  # files may hold anything
 Seconds = Annotated[int, Meta(ge=0, lt=1 << 36)]
 
 
-class DamagedSessionError(InvalidRequestError):
+class DamagedSessionError(InvalidRequestError, code="damaged_session"):
     """A saved session, or a file that should hold one, is not whole and sound."""
-
-    code = "damaged_session"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,52 +57,28 @@ REASONS = ("stop", "length", "abort", "error")
 
 MODEL = ["model_name"]
 HISTOGRAMS = {  # field of RequestMetrics -> name, bounds, help
-    "first_token_s": (
-        "vllm:time_to_first_token_seconds",
-        FIRST_TOKEN_S,
-        "From the request to its first token.",
-    ),
-    "inter_token_s": (
-        "vllm:inter_token_latency_seconds",
-        TOKEN_S,
-        "Between two tokens of an answer.",
-    ),
-    "per_token_s": (
-        "vllm:request_time_per_output_token_seconds",
-        TOKEN_S,
-        "Mean time of a token of a request.",
-    ),
+    "first_token_s": ("vllm:time_to_first_token_seconds", FIRST_TOKEN_S,
+                      "From the request to its first token."),
+    "inter_token_s": ("vllm:inter_token_latency_seconds", TOKEN_S,
+                      "Between two tokens of an answer."),
+    "per_token_s": ("vllm:request_time_per_output_token_seconds", TOKEN_S,
+                    "Mean time of a token of a request."),
     "e2e_s": ("vllm:e2e_request_latency_seconds", REQUEST_S, "From the request to its end."),
-    "queue_s": (
-        "vllm:request_queue_time_seconds",
-        REQUEST_S,
-        "From the request to its first step.",
-    ),
-    "prefill_s": (
-        "vllm:request_prefill_time_seconds",
-        REQUEST_S,
-        "From the first step to the first token.",
-    ),
-    "decode_s": (
-        "vllm:request_decode_time_seconds",
-        REQUEST_S,
-        "From the first token to the last.",
-    ),
-    "inference_s": (
-        "vllm:request_inference_time_seconds",
-        REQUEST_S,
-        "From the first step to the last token.",
-    ),
+    "queue_s": ("vllm:request_queue_time_seconds", REQUEST_S,
+                "From the request to its first step."),
+    "prefill_s": ("vllm:request_prefill_time_seconds", REQUEST_S,
+                  "From the first step to the first token."),
+    "decode_s": ("vllm:request_decode_time_seconds", REQUEST_S,
+                 "From the first token to the last."),
+    "inference_s": ("vllm:request_inference_time_seconds", REQUEST_S,
+                    "From the first step to the last token."),
     "request_prompt_tokens": ("vllm:request_prompt_tokens", TOKENS, "Prompt tokens of a request."),
     "request_tokens": ("vllm:request_generation_tokens", TOKENS, "Answer tokens of a request."),
-    "longest_tokens": (
-        "vllm:request_max_num_generation_tokens",
-        TOKENS,
-        "Tokens of the longest answer of a call.",
-    ),
+    "longest_tokens": ("vllm:request_max_num_generation_tokens", TOKENS,
+                       "Tokens of the longest answer of a call."),
     "max_tokens": ("vllm:request_params_max_tokens", TOKENS, "max_tokens of a request."),
     "choices": ("vllm:request_params_n", CHOICES, "Answers of a call."),
-}
+}  # fmt: skip
 DISK_COUNTS = {
     "hits": "found",
     "misses": "not found",
@@ -168,21 +144,12 @@ FAMILIES = (
 )  # fmt: skip
 KEY_NUMBERS = {  # name -> kind, field of KeyMetrics, help
     "mlxinfer:key_requests_waiting": (
-        G,
-        "num_waiting",
-        "Requests of a key that wait for their first token.",
-    ),
+        G, "num_waiting", "Requests of a key that wait for their first token."),
     "mlxinfer:key_requests_running": (
-        G,
-        "num_running",
-        "Requests of a key that have their first token.",
-    ),
+        G, "num_running", "Requests of a key that have their first token."),
     "mlxinfer:key_rejections": (
-        C,
-        "num_rejected",
-        "Calls of a key that were refused because the queue was full.",
-    ),
-}
+        C, "num_rejected", "Calls of a key that were refused because the queue was full."),
+}  # fmt: skip
 MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
     "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
@@ -439,17 +406,14 @@ class ServerMetrics(Collector):
         unloads = {(s.entry.name, reason): n for s in self.slots for reason, n in s.unloads.items()}
         text = "Times that a model was unloaded; reasons: idle, memory, asked, fault."
         yield _family(C, "mlxinfer:model_unloads", text, unloads.items(), "reason")
-        yield _family(
-            C,
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens, by their position among the proposals of a step.",
-            [
-                ((model, str(place)), count)
-                for model, stats in sources["speculation"].items()
-                for place, count in enumerate(stats["accepted_at"])
-            ],
-            "position",
-        )
+        accepted = {
+            (model, str(place)): count
+            for model, stats in sources["speculation"].items()
+            for place, count in enumerate(stats["accepted_at"])
+        }
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        text = "Accepted tokens, by their position among the proposals of a step."
+        yield _family(C, name, text, accepted.items(), "position")
 
     def _requests(self) -> Iterator[Metric]:
         by_model = self.request_metrics
@@ -461,9 +425,9 @@ class ServerMetrics(Collector):
                 histogram.add_metric([model], pairs, metrics.sums[key])
             yield histogram
         ended = {
-            (m, reason): n
-            for m, counted in by_model.items()
-            for reason, n in counted.finished.items()
+            (model, reason): count
+            for model, metrics in by_model.items()
+            for reason, count in metrics.finished.items()
         }
         text = "Requests that ended."
         yield _family(C, "vllm:request_success", text, ended.items(), "finished_reason")
@@ -484,27 +448,17 @@ class ServerMetrics(Collector):
 
     def _engines(self) -> Iterator[Metric]:
         stats = {model: self.engine_stats.get(model, {}) for model in self.request_metrics}
-        for name, text in (
-            ("running", "Requests in the batch."),
-            ("waiting", "Requests in the queue."),
-        ):
+        for name, place in (("running", "batch"), ("waiting", "queue")):
             rows = [
                 ((model,), stats[model].get(name, getattr(metrics, f"num_{name}")))
                 for model, metrics in self.request_metrics.items()
             ]
-            yield _family(G, f"vllm:num_requests_{name}", text, rows)
+            yield _family(G, f"vllm:num_requests_{name}", f"Requests in the {place}.", rows)
         usage = [((model,), _usage(values)) for model, values in stats.items()]
-        yield _family(
-            G,
-            "vllm:kv_cache_usage_perc",
-            "Share of the KV cache that is in use, from 0 to 1.",
-            usage,
-        )
-        steps = HistogramMetricFamily(
-            "vllm:iteration_tokens_total",
-            "Tokens that a step computed; it has no buckets.",
-            labels=MODEL,
-        )
+        text = "Share of the KV cache that is in use, from 0 to 1."
+        yield _family(G, "vllm:kv_cache_usage_perc", text, usage)
+        text = "Tokens that a step computed; it has no buckets."
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", text, labels=MODEL)
         for model, values in self.engine_stats.items():
             steps.add_metric([model], [("+Inf", values["steps"])], values["tokens_computed"])
         yield steps

@@ -1,6 +1,10 @@
-"""Files that survive a kill: small ones that are there whole or not at all, and lists that grow."""
+"""Files that survive a kill: small ones that are there whole or not at all, and lists that grow.
+
+And small JSON files, read within limits.
+"""
 
 import fcntl
+import json
 import os
 import re
 import sys
@@ -8,9 +12,26 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from .errors import InvalidRequestError
+from .errors import CheckpointError, InvalidRequestError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, {} if there is no such file; raises CheckpointError."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a JSON object.")
+    return value
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -24,7 +24,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "fair": set(),
     "cache_specs": set(),
     "core": {"errors", "fair", "images"},  # of pictures the plain data, for type checkers
-    "images": {"errors", "killable"},
+    "images": {"errors", "files", "killable"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "images", "memory", "outputs", "progress"},
     "files": {"errors"},
@@ -40,7 +40,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "models": LEAVES | {"files", "images", "layers", "memory", "metal_kernels"},
     "cache": LEAVES | {"files", "memory", "metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
-    "text": LEAVES | {"killable"},
+    "text": LEAVES | {"files", "killable"},
     "grammar": LEAVES | {"killable", "text"},
     "engine": LEAVES
     | {"cache", "images", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
@@ -59,7 +59,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
-    | {"backend", "cache", "display", "engine", "grammar", "images", "memory"}
+    | {"backend", "cache", "display", "engine", "files", "grammar", "images", "memory"}
     | {"memory.fit", "models", "pooling", "ranks", "speculation", "text", "threads"},
     "convert": LEAVES
     | {"files"}

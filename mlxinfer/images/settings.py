@@ -7,14 +7,14 @@ follow the numbers of pictures.
 """
 
 import copy
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from ..errors import CheckpointError, shown
+from ..files import read_json
 
-MAX_JSON_BYTES = 64 << 20
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of each colour
 CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 BILINEAR, BICUBIC, LAST_FILTER = 2, 3, 5  # Pillow's numbers, which the files use too
@@ -35,20 +35,20 @@ class VisionSettings:
 
     def __init__(self, folder: Path, token_id: Callable[[str], int | None]) -> None:
         self.folder = folder
-        self.config = _read(folder / "config.json")
+        self.config = read_json(folder / "config.json")
         self.vision = _object(self.config.get("vision_config"))
         self.text = _object(self.config.get("text_config"))
-        self._processor = _read(folder / "processor_config.json")
+        self._processor = read_json(folder / "processor_config.json")
         nested = self._processor.get("image_processor")
-        self._image = _object(nested) or _read(folder / "preprocessor_config.json")
+        self._image = _object(nested) or read_json(folder / "preprocessor_config.json")
         self._token_id = token_id
 
     def of_videos(self) -> Self:
         """The same with the numbers of the video processor in place of those of pictures."""
         settings = copy.copy(self)
         nested = _object(self._processor.get("video_processor"))
-        settings._image = nested or _read(self.folder / "video_preprocessor_config.json")
-        settings._image = settings._image or _read(self.folder / "preprocessor_config.json")
+        settings._image = nested or read_json(self.folder / "video_preprocessor_config.json")
+        settings._image = settings._image or read_json(self.folder / "preprocessor_config.json")
         return settings
 
     @property
@@ -95,9 +95,7 @@ class VisionSettings:
     def size(self, name: str, default: int) -> int:
         return self._whole(f"size.{name}", _object(self._image.get("size")).get(name), default)
 
-    def normalisation(
-        self, default: tuple[tuple[float, ...], tuple[float, ...]], *, applies: bool = True
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def normalisation(self, default: Normalisation, *, applies: bool = True) -> Normalisation:
         """Mean and standard deviation of each colour; (0, 0, 0) and (1, 1, 1): none.
 
         Args:
@@ -163,18 +161,3 @@ class VisionSettings:
 
 def _object(value: object) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a file, {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError("too large")
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object.")
-    return content

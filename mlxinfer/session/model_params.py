@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import SamplingParams
-from ..text.tokenizer_files import read_json
+from ..files import read_json
 
 RANGES = {  # of a generation_config.json
     "temperature": (0, 100),

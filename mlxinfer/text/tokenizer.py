@@ -18,8 +18,9 @@ from typing import Any
 import tokenizers
 
 from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from ..files import read_json
 from .template import ChatTemplate
-from .tokenizer_files import TokenizerFiles, read_json, read_tokenizer_files
+from .tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 MAX_TEXT_CHARS = 16_000_000
 MAX_TOKENIZER_BYTES = 512 << 20

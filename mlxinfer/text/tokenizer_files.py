@@ -3,15 +3,14 @@
 Those are tokenizer_config.json, config.json, generation_config.json and the chat templates.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, InvalidRequestError
+from ..files import read_json
 
-MAX_JSON_BYTES = 64 << 20
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest in use have some tens of kilobytes
 OWN_TEMPLATES = Path(__file__).parent / "templates"  # of models that publish none
 NAMED_TOKENS = tuple(f"{name}_token" for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"])
@@ -52,22 +51,10 @@ def read_tokenizer_files(folder: Path, chat_template: str | Path | None = None) 
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(read_text(path, MAX_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; expected a JSON object.")
-    return value
-
-
-def read_text(path: Path, max_bytes: int) -> str:
+def _template(path: Path) -> str:
     size = path.stat().st_size
-    if size > max_bytes:
-        raise CheckpointError(f"{path} has {size} bytes; at most {max_bytes} are accepted.")
+    if size > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes; at most {MAX_TEMPLATE_BYTES} are read.")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -128,7 +115,7 @@ def _own(kind: object) -> dict[str, str]:
     names = [path.stem for path in OWN_TEMPLATES.glob("*.jinja")]
     if kind not in names:
         return {}
-    return {"default": read_text(OWN_TEMPLATES / f"{kind}.jinja", MAX_TEMPLATE_BYTES)}
+    return {"default": _template(OWN_TEMPLATES / f"{kind}.jinja")}
 
 
 def _published(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -137,12 +124,12 @@ def _published(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     Template files come first, then chat_template.json, then tokenizer_config.json.
     """
     templates = {
-        path.name.removesuffix(".jinja"): read_text(path, MAX_TEMPLATE_BYTES)
+        path.name.removesuffix(".jinja"): _template(path)
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     single = folder / "chat_template.jinja"
     if single.is_file():
-        templates = {"default": read_text(single, MAX_TEMPLATE_BYTES), **templates}
+        templates = {"default": _template(single), **templates}
     if templates:
         return templates
     legacy = read_json(folder / "chat_template.json").get("chat_template")
@@ -157,7 +144,7 @@ def _given(chat_template: str | Path) -> dict[str, str]:
             "jinja template.",
             param="chat_template",
         )
-    return {"default": read_text(path, MAX_TEMPLATE_BYTES)}
+    return {"default": _template(path)}
 
 
 def _as_templates(value: object) -> dict[str, str]:

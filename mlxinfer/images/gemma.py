@@ -77,17 +77,13 @@ class Gemma4Processor(ImageProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
-        mean, std = settings.normalisation(HALF, applies=False)
         feature = settings.token("image_token_id", text="<|image|>")
         whole = settings.model_type == "gemma4_unified"
         sees = settings.text.get("use_bidirectional_attention", "vision" if whole else None)
         return cls(
-            placeholder_id=feature,
-            feature_id=feature,
+            **cls.common(settings, feature, BICUBIC, HALF, applies=False),
             begin_id=settings.token("boi_token_id", default=255_999),
             end_id=settings.token("eoi_token_id", default=258_882),
-            resample=settings.resample(BICUBIC),
-            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.tower_number("patch_size", 16),
             pool=settings.tower_number("pooling_kernel_size", 3),
             max_features=settings.number("max_soft_tokens", 280),

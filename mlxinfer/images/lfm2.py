@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from ..errors import CheckpointError
 from .picture import Picture, Tile
-from .pixels import ColourScale, Levels, colours_last, cut, resized
+from .pixels import Levels, colours_last, cut, resized
 from .processor import ImageProcessor
 from .resize import TileGrid, fit_area, tile_grid
 from .settings import BILINEAR, HALF, VisionSettings
@@ -51,7 +51,6 @@ class Lfm2Processor(ImageProcessor):
 
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
-        mean, std = settings.normalisation(HALF)
         feature = settings.token("image_token_id", "image_token_index", text="<image>")
         splits = settings.switch("do_image_splitting", True)
         most = settings.number("max_tiles", 10) if splits else 1
@@ -62,14 +61,11 @@ class Lfm2Processor(ImageProcessor):
             for row, column in places
         }
         return cls(
-            placeholder_id=feature,
-            feature_id=feature,
+            **cls.common(settings, feature, BILINEAR, HALF),
             begin_id=settings.token(text="<|image_start|>"),
             end_id=settings.token(text="<|image_end|>"),
             view_id=settings.token(text="<|img_thumbnail|>"),
             tile_ids={place: token for place, token in tile_ids.items() if token is not None},
-            resample=settings.resample(BILINEAR),
-            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.number("encoder_patch_size", settings.tower_number("patch_size", 16)),
             merge=settings.tower_number("downsample_factor", 2),
             tile=settings.number("tile_size", 512),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from .picture import Picture, Tile
-from .pixels import ColourScale, colours_first, cut, resized
+from .pixels import colours_first, cut, resized
 from .processor import ImageProcessor
 from .resize import fit_edge, shrink
 from .settings import BICUBIC, CLIP, HALF, VisionSettings
@@ -37,17 +37,13 @@ class PixtralProcessor(ImageProcessor):
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
         """Read the processor of a checkpoint; its config alone is enough."""
-        mean, std = settings.normalisation(CLIP)
         feature = settings.token("image_token_index", "image_token_id", text="[IMG]")
         edge = settings.tower_number("image_size", 1024)
         merge = 2 if settings.model_type == "mistral3" else 1
         return cls(
-            placeholder_id=feature,
-            feature_id=feature,
+            **cls.common(settings, feature, BICUBIC, CLIP),
             row_end_id=settings.token(text="[IMG_BREAK]"),
             end_id=settings.token(text="[IMG_END]"),
-            resample=settings.resample(BICUBIC),
-            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.tower_number("patch_size", 16),
             merge=settings.tower_number("spatial_merge_size", merge),
             edge=settings.size("longest_edge", edge),
@@ -82,13 +78,9 @@ class InklingProcessor(ImageProcessor):
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
         """Read the processor of a checkpoint; its config alone is enough."""
-        mean, std = settings.normalisation(HALF)
         feature = settings.token("image_token_id", text="<|unused_200054|>")
         return cls(
-            placeholder_id=feature,
-            feature_id=feature,
-            resample=settings.resample(BICUBIC),
-            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
+            **cls.common(settings, feature, BICUBIC, HALF),
             patch=settings.tower_number("patch_size", 20),
             merge=settings.tower_number("spatial_merge_size", 2),
         )

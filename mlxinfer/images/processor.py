@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .picture import Picture, Shown, Tile
 from .pixels import ColourScale, digest_of
-from .settings import VisionSettings
+from .settings import Normalisation, VisionSettings
 from .video import Video
 
 if TYPE_CHECKING:
@@ -27,6 +27,22 @@ class ImageProcessor(ABC):
     @abstractmethod
     def read(cls, settings: VisionSettings) -> Self:
         """Read the processor of a checkpoint; raises CheckpointError for broken files."""
+
+    @staticmethod
+    def common(
+        settings: VisionSettings, feature: int, filter: int, colours: Normalisation, **how: bool
+    ) -> dict[str, Any]:
+        """The fields above, where one token stands for a picture and for a feature.
+
+        `filter`, `colours`: where the files name none; `how`: see `VisionSettings.normalisation`.
+        """
+        normalisation = settings.normalisation(colours, **how)
+        return {
+            "placeholder_id": feature,
+            "feature_id": feature,
+            "resample": settings.resample(filter),
+            "scale": ColourScale(settings.real("rescale_factor", 1 / 255), *normalisation),
+        }
 
     @abstractmethod
     def prepare(self, image: "Image", *, max_tokens: int) -> Picture:

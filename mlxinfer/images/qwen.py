@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from .picture import Picture, Shown, Tile
-from .pixels import ColourScale, Levels, colours_first, cut, resized
+from .pixels import Levels, colours_first, cut, resized
 from .processor import ImageProcessor, VideoProcessor
 from .resize import Size, fit_area
 from .settings import BICUBIC, CLIP, HALF, VisionSettings
@@ -41,14 +41,10 @@ class QwenProcessor(ImageProcessor):
     @classmethod
     def read(cls, settings: VisionSettings) -> Self:
         second = settings.model_type.startswith(("qwen2_vl", "qwen2_5_vl"))
-        mean, std = settings.normalisation(CLIP if second else HALF)
         low, high = (3_136, 1_003_520) if second else (65_536, 16_777_216)
         feature = settings.token("image_token_id", text="<|image_pad|>")
         return cls(
-            placeholder_id=feature,
-            feature_id=feature,
-            resample=settings.resample(BICUBIC),
-            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
+            **cls.common(settings, feature, BICUBIC, CLIP if second else HALF),
             patch=settings.tower_number("patch_size", 14 if second else 16),
             merge=settings.tower_number("spatial_merge_size", settings.number("merge_size", 2)),
             frames=settings.tower_number("temporal_patch_size", 2),

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxinfer.convert.read.gguf.names import ARCHITECTURES, ROPE_FACTORS
+from mlxinfer.convert.read.gguf.families import FAMILIES
+from mlxinfer.convert.read.gguf.names import ROPE_FACTORS
 from mlxinfer.convert.read.gguf.source import make_config
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models.config import normalise
@@ -151,4 +152,4 @@ def test_rope_factors_of_no_known_scaling() -> None:
 def test_the_page_lists_the_architectures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text()
     listed = page.partition("GGUF files of these architectures are read:")[2].partition(".\n")[0]
-    assert [name.strip() for name in listed.split(",")] == sorted(ARCHITECTURES)
+    assert [name.strip() for name in listed.split(",")] == sorted(FAMILIES)

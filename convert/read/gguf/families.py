@@ -450,32 +450,11 @@ FAMILIES: dict[str, FamilyConfig] = {
         sliding_window=window_of,
     ),
 }
-BY_LAYER = (
-    "bailingmoe3",
-    "glm5-next",
-    "kimi-linear",
-    "mimo2",
-    "gemma4",
-    "granitehybrid",
-    "lfm2",
-    "lfm2moe",
-    "nemotron_h",
-    "nemotron_h_moe",
-)  # heads for K and V differ between layers
-PARTIAL = (
-    "bailingmoe2",
-    "qwen3next",
-    "qwen35",
-    "qwen35moe",
-    "qwen4exp",
-    "glm4",
-    "glm4moe",
-    "phi3",
-    "minimax-m2",
-    "minimax-m3",
-    "chatglm",
-    "nemotron",
-    "phi2",
-    "stablelm",
-    "laguna",
-)  # a part of each head turns
+BY_LAYER = (  # heads for K and V differ between layers
+    "bailingmoe3", "glm5-next", "kimi-linear", "mimo2", "gemma4", "granitehybrid", "lfm2",
+    "lfm2moe", "nemotron_h", "nemotron_h_moe",
+)  # fmt: skip
+PARTIAL = (  # a part of each head turns
+    "bailingmoe2", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "glm4", "glm4moe", "phi3",
+    "minimax-m2", "minimax-m3", "chatglm", "nemotron", "phi2", "stablelm", "laguna",
+)  # fmt: skip

@@ -34,16 +34,10 @@ class TensorLayout:
 
 PLAIN = TensorLayout()
 HALVES = "gguf_rope_halves"  # in a config: numbers that turn together are stored half of them apart
-_PAIRED = (
-    "llama",
-    "mistral3",
-    "arcee",
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "muse-glimmer",
+_PAIRED = (  # stored as neighbours instead
+    "llama", "mistral3", "arcee", "granite", "granite_swa", "granitemoe", "muse-glimmer",
     "smollm3",
-)  # stored as neighbours instead
+)  # fmt: skip
 _MAMBA = ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 _KIMI_DELTAS = ("bailingmoe3", "glm5-next", "kimi-linear")
 _LESS_ONE = {  # how the names of norms end that include the one which layers add

@@ -23,16 +23,16 @@ _COMMON = {
     "attn_k_norm": "self_attn.k_norm",
 }
 _DENSE = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
-    "ffn_up_exps": "mlp.switch_mlp.up_proj",
-    "ffn_down_exps": "mlp.switch_mlp.down_proj",
-}
+
+
+def _experts(kind: str, module: str) -> dict[str, str]:
+    """Matrices of experts, "exps" or the shared ones, "shexp", which transformers has at a path."""
+    return {f"ffn_{part}_{kind}": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_EXPERTS = {"ffn_gate_inp": "mlp.gate", **_experts("exps", "mlp.switch_mlp")}
 _SHARED_EXPERTS = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **_experts("shexp", "mlp.shared_experts"),
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
 _LLAMA = {**_COMMON, **_DENSE, "ffn_norm": "post_attention_layernorm"}
@@ -64,9 +64,7 @@ _GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks.weight": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
+    **_experts("exps", "mlp.experts"),
 }
 _CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up"}
 _DELTA_NET = {
@@ -86,9 +84,7 @@ _DELTA_NET = {
     "ssm_out": "linear_attn.out_proj",
     "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **_experts("shexp", "mlp.shared_expert"),
 }
 _QWEN4_EXP = {
     **_DELTA_NET,
@@ -192,9 +188,7 @@ _SANDWICH = {  # norms behind each block alone
 _MIXTRAL = {
     **_LLAMA,
     "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.switch_mlp.gate_proj",
-    "ffn_up_exps": "block_sparse_moe.switch_mlp.up_proj",
-    "ffn_down_exps": "block_sparse_moe.switch_mlp.down_proj",
+    **_experts("exps", "block_sparse_moe.switch_mlp"),
     "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
 }
 _HUNYUAN = {
@@ -221,20 +215,15 @@ _LAGUNA = {
     **_HY3,
     "attn_gate": "self_attn.g_proj",
     "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **_experts("shexp", "mlp.shared_expert"),
 }
 _STEP = {
     **_LLAMA,
     "attn_gate": "self_attn.g_proj",
     "ffn_gate_inp": "moe.gate",
     "exp_probs_b.bias": "moe.router_bias",
-    **{
-        f"ffn_{part}_{kind}": f"{module}.{part}_proj"
-        for part in ("gate", "up", "down")
-        for kind, module in (("exps", "moe"), ("shexp", "share_expert"))
-    },
+    **_experts("exps", "moe"),
+    **_experts("shexp", "share_expert"),
 }
 _SARVAM = {**_LLAMA, **_EXPERTS, **_SHARED_EXPERTS, "attn_qkv": "self_attn.qkv_proj"}
 _LLAMA4 = {
@@ -242,11 +231,8 @@ _LLAMA4 = {
     "ffn_norm": "post_attention_layernorm",
     **{stem: path.replace("mlp.", "feed_forward.") for stem, path in _DENSE.items()},
     "ffn_gate_inp": "feed_forward.router",
-    **{
-        f"ffn_{part}_{kind}": f"feed_forward.{module}.{part}_proj"
-        for part in ("gate", "up", "down")
-        for kind, module in (("exps", "switch_mlp"), ("shexp", "shared_expert"))
-    },
+    **_experts("exps", "feed_forward.switch_mlp"),
+    **_experts("shexp", "feed_forward.shared_expert"),
 }
 _GRANITE_SWA = {
     **_LLAMA,
@@ -293,17 +279,14 @@ _HUNYUAN_MOE = {
     **_HUNYUAN,
     **_EXPERTS,
     "ffn_gate_inp": "mlp.gate.wg",
-    **{f"ffn_{part}_shexp": f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **_experts("shexp", "mlp.shared_mlp"),
 }
 _GRANITE_HYBRID = {
     **_LLAMA,
     **_IN_MAMBA,
     "ffn_gate_inp": "block_sparse_moe.router.layer",
-    **{
-        f"ffn_{part}_{kind}": f"{module}.{part}_proj"
-        for part in ("gate", "up", "down")
-        for kind, module in (("exps", "block_sparse_moe.switch_mlp"), ("shexp", "mlp"))
-    },
+    **_experts("exps", "block_sparse_moe.switch_mlp"),
+    **_experts("shexp", "mlp"),
 }
 _INDEXED = {
     **_DEEPSEEK2,
@@ -315,7 +298,7 @@ _INDEXED = {
 _QWEN2_MOE = {
     **_QWEN3_MOE,
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **_experts("shexp", "mlp.shared_expert"),
 }
 _STABLELM = {stem: path for stem, path in _LLAMA.items() if not stem.endswith(("q_norm", "k_norm"))}
 _PHI2 = {**_STABLELM, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
@@ -356,8 +339,46 @@ _BERT = {
 }
 _NOMIC_BERT = {**_BERT, "attn_qkv": "self_attn.qkv_proj"}
 _MODERN_BERT = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_FAMILIES = {
+_OTHERS = {  # the families whose names are not those of Llama
     "bailingmoe2": _SARVAM,
+    "bert": _BERT,
+    "nomic-bert": _NOMIC_BERT,
+    "modern-bert": _MODERN_BERT,
+    **dict.fromkeys(("gemma-embedding", "gemma2", "gemma3"), _GEMMA3),
+    **dict.fromkeys(("llama", "minimax-m2"), _MIXTRAL),
+    "afmoe": _AFMOE,
+    **dict.fromkeys(("cohere2moe", "exaone-moe", "hy_v3"), _HY3),
+    **dict.fromkeys(("deepseek32", "glm-dsa"), _INDEXED),
+    "deepseek4": _DEEPSEEK4,
+    "dots1": _DOTS1,
+    "ernie4_5-moe": _ERNIE_MOE,
+    **dict.fromkeys(("exaone4", "olmo2"), _SANDWICH),
+    "gemma3n": _GEMMA3N,
+    "granite_swa": _GRANITE_SWA,
+    **dict.fromkeys(("granitehybrid", "granitemoe"), _GRANITE_HYBRID),
+    "hunyuan-dense": _HUNYUAN,
+    "falcon-h1": _FALCON_H1,
+    "hunyuan-moe": _HUNYUAN_MOE,
+    "laguna": _LAGUNA,
+    "llama4": _LLAMA4,
+    **dict.fromkeys(("mellum", "olmoe", "qwen3vlmoe", "qwen3moe"), _QWEN3_MOE),
+    "minimax-m3": _MINIMAX_M3,
+    **dict.fromkeys(("mistral4", "deepseek2"), _DEEPSEEK2),
+    "muse-glimmer": _MUSE,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
+    "phi2": _PHI2,
+    "phi3": _PHI3,
+    "stablelm": _STABLELM,
+    "starcoder2": _STARCODER2,
+    "step35": _STEP,
+    "qwen2moe": _QWEN2_MOE,
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA_NET),
+    "qwen4exp": _QWEN4_EXP,
+    "gemma4": _GEMMA4,
+    "gpt-oss": _GPT_OSS,
+    **dict.fromkeys(("lfm2", "lfm2moe"), _LFM2),
+    "glm4": _GLM4,
+    "glm4moe": _GLM4_MOE,
     "bailingmoe3": {
         **_DEEPSEEK2,
         **_KIMI_DELTA,
@@ -365,30 +386,8 @@ _FAMILIES = {
         "ssm_f_a": "self_attn.f_proj",
         "ssm_g_a": "self_attn.g_proj",
     },
-    "bert": _BERT,
-    "nomic-bert": _NOMIC_BERT,
-    "modern-bert": _MODERN_BERT,
-    "gemma-embedding": _GEMMA3,
-    "llama": _MIXTRAL,
-    "mistral3": _LLAMA,
-    "arcee": _LLAMA,
-    "afmoe": _AFMOE,
     "apertus": {**_LLAMA, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
     "chatglm": {**_LLAMA, "ffn_up": "mlp.gate_up_proj"},
-    "cohere2": _LLAMA,
-    "cohere2moe": _HY3,
-    "command-r": _LLAMA,
-    "deepseek32": _INDEXED,
-    "deepseek4": _DEEPSEEK4,
-    "dots1": _DOTS1,
-    "ernie4_5": _LLAMA,
-    "ernie4_5-moe": _ERNIE_MOE,
-    "exaone4": _SANDWICH,
-    "exaone-moe": _HY3,
-    "gemma": _LLAMA,
-    "gemma2": _GEMMA3,
-    "gemma3n": _GEMMA3N,
-    "glm-dsa": _INDEXED,
     "glm5-next": {
         **_INDEXED,
         **_KIMI_DELTA,
@@ -396,59 +395,14 @@ _FAMILIES = {
         "indexer_compressor_ape.weight": "self_attn.indexer.index_kpool_compress_ape",
         "indexer_compressor_gate.weight": "self_attn.indexer.index_kpool_compress_gate",
     },
-    "granite": _LLAMA,
-    "granite_swa": _GRANITE_SWA,
-    "granitehybrid": _GRANITE_HYBRID,
-    "granitemoe": _GRANITE_HYBRID,
-    "hunyuan-dense": _HUNYUAN,
-    "falcon-h1": _FALCON_H1,
-    "hunyuan-moe": _HUNYUAN_MOE,
-    "hy_v3": _HY3,
     "kimi-linear": {**_DEEPSEEK2, **_KIMI_DELTA},
-    "laguna": _LAGUNA,
-    "llama4": _LLAMA4,
-    "mellum": _QWEN3_MOE,
     "mimo2": {
         **_LLAMA,
         **_EXPERTS,
         **_SHARED_EXPERTS,
         "attn_sinks.weight": "self_attn.attention_sink_bias",
     },
-    "minimax-m2": _MIXTRAL,
-    "minimax-m3": _MINIMAX_M3,
-    "mistral4": _DEEPSEEK2,
-    "muse-glimmer": _MUSE,
-    "nemotron": _LLAMA,
-    "nemotron_h": _NEMOTRON_H,
-    "nemotron_h_moe": _NEMOTRON_H,
-    "olmo2": _SANDWICH,
-    "olmoe": _QWEN3_MOE,
-    "phi2": _PHI2,
-    "phi3": _PHI3,
-    "qwen2vl": _LLAMA,
-    "qwen3vl": _LLAMA,
-    "qwen3vlmoe": _QWEN3_MOE,
     "seed_oss": {**_LLAMA, "post_attention_norm": "post_attention_layernorm"},
-    "smollm3": _LLAMA,
-    "stablelm": _STABLELM,
-    "starcoder2": _STARCODER2,
-    "step35": _STEP,
-    "qwen2": _LLAMA,
-    "qwen2moe": _QWEN2_MOE,
-    "qwen3": _LLAMA,
-    "qwen3moe": _QWEN3_MOE,
-    "qwen3next": _DELTA_NET,
-    "qwen35": _DELTA_NET,
-    "qwen35moe": _DELTA_NET,
-    "qwen4exp": _QWEN4_EXP,
-    "gemma3": _GEMMA3,
-    "gemma4": _GEMMA4,
-    "gpt-oss": _GPT_OSS,
-    "lfm2": _LFM2,
-    "lfm2moe": _LFM2,
-    "glm4": _GLM4,
-    "glm4moe": _GLM4_MOE,
-    "deepseek2": _DEEPSEEK2,
 }
 _LFM2_TOP = {
     **_TOP,
@@ -529,7 +483,6 @@ _QWEN_AHEAD = {
     "nextn.shared_head_norm.weight": "mtp.norm.weight",
 }
 
-ARCHITECTURES = tuple(_FAMILIES)
 NUM_STREAMS = 4  # of Gemma 3n
 DELTA_NETS = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 NGRAMS = "model.layers.{}.ple.ple_embedding"
@@ -574,7 +527,7 @@ def hf_names(
             path = f"mtp.layers.{index - num_layers}"
         if rest == "ssm_ba.weight":  # both in one tensor, as Qwen3-Next has them
             return tuple(f"{path}.linear_attn.in_proj_{part}.weight" for part in "ba")
-    modules = _FAMILIES[architecture] | (_AHEAD if index >= num_layers else {})
+    modules = _OTHERS.get(architecture, _LLAMA) | (_AHEAD if index >= num_layers else {})
     if rest in modules:  # Falcon-H1's norms have no ".weight"
         return (f"{path}.{modules[rest]}{'.weight' * rest.endswith('norm')}",)
     stem, kind = next(((rest.removesuffix(k), k) for k in _KINDS if rest.endswith(k)), ("", ""))
@@ -582,7 +535,7 @@ def hf_names(
 
 
 def _joined(architecture: str, index: int, rest: str, names: Collection[str]) -> tuple[str, ...]:
-    modules = _FAMILIES[architecture]
+    modules = _OTHERS.get(architecture, _LLAMA)
     recurs = f"blk.{index}.ssm_a" in names
     if rest.startswith("attn_qkv.") and not recurs and modules.get("attn_q"):
         kind = rest.removeprefix("attn_qkv.")

@@ -25,7 +25,7 @@ from .gemma import gemma4_ropes
 from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import HALVES, layout_of, part_layout
 from .mixtures import STEP_TURNS
-from .names import ARCHITECTURES, ROPE_FACTORS, STREAMS, hf_names, is_factor
+from .names import ROPE_FACTORS, STREAMS, hf_names, is_factor
 from .readers import Entry, GGUFTensor, constant, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 from .tower_kinds import KINDS
@@ -44,14 +44,9 @@ _OTHER_ROPES = (
     "bailingmoe3", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm5-next", "kimi-linear",
     "mimo2", "mistral4", "nemotron_h", "nemotron_h_moe", "step35",
 )  # fmt: skip
-_WIDE = (
-    "gemma-embedding",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "glm4",
-    "gpt-oss",
-)  # activations do not fit float16
+_WIDE = (  # activations do not fit float16
+    "gemma-embedding", "gemma3", "gemma3n", "gemma4", "glm4", "gpt-oss",
+)  # fmt: skip
 
 
 def open_gguf(
@@ -157,11 +152,11 @@ def _without_tower(facts: ArchitectureFields) -> tuple[str, ...]:
 
 def _architecture(metadata: Mapping[str, Any], label: str) -> str:
     architecture = Fields(metadata, label).text("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"{label} has the architecture {architecture[:60]!r}, and what its tensors and fields "
             "mean is not known here. From safetensors many more models run. GGUF files are read of "
-            f"{', '.join(sorted(ARCHITECTURES))}."
+            f"{', '.join(sorted(FAMILIES))}."
         )
     return architecture
 

@@ -21,6 +21,14 @@ def emit_json(value: Any) -> None:
     print(text.encode(errors="backslashreplace").decode())  # half a pair is written as JSON does
 
 
+def emit(data: Any, text: str, *, as_json: bool) -> None:
+    """Write what a command has found: the data as JSON, or a text for people."""
+    if as_json:
+        emit_json(data)
+    else:
+        click.echo(text)
+
+
 def human_count(count: float) -> str:
     """7241732096 -> '7.2 B'; 596049920 -> '596 M'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -18,7 +18,7 @@ from ..memory.suggestions import TASKS, Suggestion, by_balance, fitting
 from ..progress import progress_bar
 from ._model import say_how_to_try
 from ._options import Size, complete_models, json_option, yes_option
-from ._output import confirm, counted, emit_json, fitted, human_count, note, table, when
+from ._output import confirm, counted, emit, emit_json, fitted, human_count, note, table, when
 
 
 @click.command()
@@ -133,24 +133,21 @@ def _plan(name: str, *, as_json: bool) -> None:
     plan = hub.plan_pull(name)
     repo = plan.listing.repo
     fit = fit_of_repository(name, models_limit_bytes())
-    if as_json:
-        emit_json(
-            {
-                "name": str(repo),
-                "commit": plan.listing.commit,
-                "total_bytes": plan.total_bytes,
-                "missing_bytes": plan.missing_bytes,
-                "free_bytes": plan.free_bytes,
-                "fit": fit.as_dict(),
-                "files": [{"path": f.path, "size_bytes": f.size} for f in plan.files],
-            }
-        )
-    else:
-        click.echo(
-            f"{repo}: {human_bytes(plan.total_bytes)} in {counted(len(plan.files), 'file')}, "
-            f"{human_bytes(plan.missing_bytes)} to download, "
-            f"{human_bytes(plan.free_bytes)} free\n{fit.text}"
-        )
+    data = {
+        "name": str(repo),
+        "commit": plan.listing.commit,
+        "total_bytes": plan.total_bytes,
+        "missing_bytes": plan.missing_bytes,
+        "free_bytes": plan.free_bytes,
+        "fit": fit.as_dict(),
+        "files": [{"path": f.path, "size_bytes": f.size} for f in plan.files],
+    }
+    said = (
+        f"{repo}: {human_bytes(plan.total_bytes)} in {counted(len(plan.files), 'file')}, "
+        f"{human_bytes(plan.missing_bytes)} to download, "
+        f"{human_bytes(plan.free_bytes)} free\n{fit.text}"
+    )
+    emit(data, said, as_json=as_json)
     plan.check_room()
 
 
@@ -275,15 +272,13 @@ def info(folder: Path, as_json: bool) -> None:
         for space, files in _spaces(folder)
     ]
     total = sum(size for *_, size in spaces)
-    if as_json:
-        keys = ("name", "entries", "bytes")
-        parts = [dict(zip(keys, space, strict=True)) for space in spaces]
-        emit_json({"dir": str(folder), "bytes": total, "namespaces": parts})
-        return
-    click.echo(f"{folder}: {human_bytes(total)}")
+    keys = ("name", "entries", "bytes")
+    parts = [dict(zip(keys, space, strict=True)) for space in spaces]
+    said = f"{folder}: {human_bytes(total)}"
     if spaces:
         rows = [(name[:12], str(count), human_bytes(size)) for name, count, size in spaces]
-        click.echo(table(rows, header=("NAMESPACE", "ENTRIES", "SIZE")))
+        said += f"\n{table(rows, header=('NAMESPACE', 'ENTRIES', 'SIZE'))}"
+    emit({"dir": str(folder), "bytes": total, "namespaces": parts}, said, as_json=as_json)
 
 
 @cache.command()
@@ -301,10 +296,8 @@ def clear(folder: Path, yes: bool, as_json: bool) -> None:
             file.unlink(missing_ok=True)
         if not any(space.iterdir()):
             space.rmdir()
-    if as_json:
-        emit_json({"dir": str(folder), "freed_bytes": freed})
-    else:
-        click.echo(f"Deleted the KV pages in {folder}, {human_bytes(freed)} freed")
+    said = f"Deleted the KV pages in {folder}, {human_bytes(freed)} freed"
+    emit({"dir": str(folder), "freed_bytes": freed}, said, as_json=as_json)
 
 
 def _spaces(folder: Path) -> Iterator[tuple[Path, list[Path]]]:

@@ -17,7 +17,7 @@ from ..backend import command_buffer_limits, require_mlx
 from ..errors import MlxinferError
 from ..memory import human_bytes, total_memory_bytes
 from ._options import complete_models, json_option
-from ._output import counted, emit_json, fitted, styled
+from ._output import counted, emit, emit_json, fitted, styled
 
 if TYPE_CHECKING:
     from ..metal_kernels.selfcheck import Verdict
@@ -130,23 +130,14 @@ def gpu_memory() -> Check:
 
 def judge_gpu_memory(limit_mb: int, total_mb: int) -> Check:
     """Judge iogpu.wired_limit_mb; 0 is the system's default, about two thirds to three quarters."""
-    name = "gpu memory"
+    name, stated = "gpu memory", f"iogpu.wired_limit_mb is {limit_mb} of {total_mb}"
+    remedy = f"sudo sysctl iogpu.wired_limit_mb={recommended_mb(total_mb)}"
     if limit_mb == 0:
-        return Check(
-            name,
-            OK,
-            "iogpu.wired_limit_mb is at the system's default",
-            f"for models that only just do not fit: sudo sysctl iogpu.wired_limit_mb="
-            f"{recommended_mb(total_mb)} (until the next start)",
-        )
+        advice = f"for models that only just do not fit: {remedy} (until the next start)"
+        return Check(name, OK, "iogpu.wired_limit_mb is at the system's default", advice)
     if limit_mb > recommended_mb(total_mb):
-        return Check(
-            name,
-            WARN,
-            f"iogpu.wired_limit_mb is {limit_mb} of {total_mb}: too little is left for macOS",
-            f"sudo sysctl iogpu.wired_limit_mb={recommended_mb(total_mb)}",
-        )
-    return Check(name, OK, f"iogpu.wired_limit_mb is {limit_mb} of {total_mb}")
+        return Check(name, WARN, f"{stated}: too little is left for macOS", remedy)
+    return Check(name, OK, stated)
 
 
 def recommended_mb(total_mb: int) -> int:
@@ -162,9 +153,8 @@ def disk() -> Check:
     if free < MIN_FREE_BYTES:
         return Check("disk", WARN, space, "mlxinfer rm, or set HF_HOME to a larger disk")
     if not os.access(existing, os.W_OK):
-        return Check(
-            "disk", FAIL, f"{existing} cannot be written", "set HF_HOME to your own folder"
-        )
+        unwritable = f"{existing} cannot be written"
+        return Check("disk", FAIL, unwritable, "set HF_HOME to your own folder")
     return Check("disk", OK, space)
 
 
@@ -299,10 +289,7 @@ def _kernels(as_json: bool) -> bool:
     from ._kernels import kernel_report
 
     report = kernel_report()
-    if as_json:
-        emit_json(report.as_dict())
-    else:
-        click.echo(report.as_text())
+    emit(report.as_dict(), report.as_text(), as_json=as_json)
     return report.ok
 
 
@@ -315,10 +302,7 @@ def _report(path: Path, model: str | None, as_json: bool) -> bool:
         return machine_part([asdict(examine(check)) for check in CHECKS if check != generation])
 
     report = make_report(path, checks, model)
-    if as_json:
-        emit_json(report)
-    else:
-        click.echo(f"{path} and {path.with_suffix('.md')} are written.")
+    emit(report, f"{path} and {path.with_suffix('.md')} are written.", as_json=as_json)
     return bool(report["ok"])
 
 

@@ -26,7 +26,7 @@ from ..history import (
     text_sent,
 )
 from ._options import API_KEY, json_option, yes_option
-from ._output import confirm, emit_json, escaped, note, printable, table, when
+from ._output import confirm, emit, emit_json, escaped, note, printable, table, when
 from ._pictures import stored_pictures
 
 NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
@@ -56,19 +56,12 @@ def list_command(limit: int, as_json: bool) -> None:
     """List conversations, the last changed first."""
     with closing(open_history()) as history:
         conversations = history.conversations(owner(history), limit=limit)
-    if as_json:
-        emit_json({"conversations": [asdict(conversation) for conversation in conversations]})
-        return
     rows = [
-        (
-            conversation.id[:SHORT_ID],
-            when(conversation.changed_s),
-            escaped(conversation.model),
-            escaped(conversation.title),
-        )
-        for conversation in conversations
+        (c.id[:SHORT_ID], when(c.changed_s), escaped(c.model), escaped(c.title))
+        for c in conversations
     ]
-    click.echo(table(rows, header=("ID", "CHANGED", "MODEL", "TITLE")))
+    data = {"conversations": [asdict(conversation) for conversation in conversations]}
+    emit(data, table(rows, header=("ID", "CHANGED", "MODEL", "TITLE")), as_json=as_json)
 
 
 @command.command()
@@ -100,19 +93,12 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     """Print the messages that contain all of the WORDS."""
     with closing(open_history()) as history:
         matches = history.search(owner(history), " ".join(words))
-    if as_json:
-        emit_json({"messages": [asdict(match) for match in matches]})
-        return
     rows = [
-        (
-            match.conversation.id[:SHORT_ID],
-            when(match.created_s),
-            NAMES[match.role],
-            escaped(match.excerpt),
-        )
-        for match in matches
+        (m.conversation.id[:SHORT_ID], when(m.created_s), NAMES[m.role], escaped(m.excerpt))
+        for m in matches
     ]
-    click.echo(table(rows, header=("ID", "TIME", "WHO", "TEXT")))
+    data = {"messages": [asdict(match) for match in matches]}
+    emit(data, table(rows, header=("ID", "TIME", "WHO", "TEXT")), as_json=as_json)
 
 
 @command.command()
@@ -126,12 +112,11 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
     with closing(open_history()) as history:
         conversations = every(history) if everything else [find(history, id) for id in ids]
-        is_single = len(conversations) == 1
-        what = (
-            escaped(conversations[0].title) if is_single else f"{len(conversations)} conversations"
-        )
+        what = f"{len(conversations)} conversations"
+        if len(conversations) == 1:
+            what = escaped(conversations[0].title)
         confirm(f"Delete {what}?", yes)
-        for conversation in {is_single.id: is_single for is_single in conversations}.values():
+        for conversation in {c.id: c for c in conversations}.values():
             history.delete(owner(history), conversation.id)
             note(f"deleted {escaped(conversation.title)}")
 

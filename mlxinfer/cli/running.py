@@ -13,7 +13,7 @@ import click
 
 from ..memory import human_bytes
 from ._options import API_KEY, json_option
-from ._output import emit_json, escaped, note, table, when
+from ._output import emit, emit_json, escaped, note, table, when
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS IN")
@@ -138,13 +138,11 @@ def load(name: str, url: str | None, as_json: bool) -> None:
     The command waits until the model is loaded. If loading failed before, it is tried again.
     """
     reply = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
-    if as_json:
-        emit_json(reply)
-        return
-    click.echo(
+    said = (
         f"{reply['name']} is {reply['state']}: {human_bytes(reply['weights_bytes'])} of weights, "
         f"up to {human_bytes(reply['kv_bytes'])} of KV cache"
     )
+    emit(reply, said, as_json=as_json)
 
 
 @click.command()
@@ -166,10 +164,7 @@ def unload(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
     """
     body = {"model": name, "drain_s": drain_s}
     reply = ask(url, "/admin/models/unload", body, timeout_s=drain_s + UNLOAD_S)
-    if as_json:
-        emit_json(reply)
-        return
-    click.echo(f"{reply['name']} is {reply['state']}")
+    emit(reply, f"{reply['name']} is {reply['state']}", as_json=as_json)
 
 
 # -- what was reused of prompts -------------------------------------------------------------------
@@ -188,23 +183,15 @@ def why(id: str | None, url: str | None, as_json: bool) -> None:
     listed. You see the requests of the key in MLXINFER_API_KEY.
     """
     reply = ask(url, "/v1/reuse" if id is None else f"/v1/reuse/{quote(id, safe='')}")
-    if as_json:
-        emit_json(reply)
-    elif id is not None:
-        click.echo("\n".join(lines_of(reply)))
-    else:
-        click.echo(table([reuse_row(record) for record in reply["data"]], header=REUSE_HEADER))
-
-
-def reuse_row(request: dict[str, Any]) -> list[str]:
-    return [
-        when(request["created_s"]),
-        request["id"],
-        escaped(request["model"]),
-        str(request["prompt_tokens"]),
-        str(request["cached_tokens"]),
-        f"{request['cause']} at {request['position']}",
-    ]
+    if id is not None:
+        emit(reply, "\n".join(lines_of(reply)), as_json=as_json)
+        return
+    rows = [
+        (when(r["created_s"]), r["id"], escaped(r["model"]), str(r["prompt_tokens"]),
+         str(r["cached_tokens"]), f"{r['cause']} at {r['position']}")
+        for r in reply["data"]
+    ]  # fmt: skip
+    emit(reply, table(rows, header=REUSE_HEADER), as_json=as_json)
 
 
 def lines_of(request: dict[str, Any]) -> list[str]:

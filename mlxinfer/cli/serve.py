@@ -37,6 +37,7 @@ from ._options import (
     FileOption,
     Size,
     adapters_option,
+    apply_options,
     engine_options,
     models_option,
     named_models,
@@ -59,214 +60,101 @@ log = logging.getLogger("mlxinfer.server")
 file_option = partial(click.option, cls=FileOption)
 
 
+OPTIONS = (
+    click.option("--default-model", metavar="NAME",
+                 help="Model for requests that name none, or one that is not served.  [default: "
+                 "the first model; unknown names are refused]"),
+    click.option("--alias", "aliases", multiple=True, metavar="PATTERN=NAME",
+                 help="Another name of a model, such as 'claude-*=chat'; repeatable."),
+    click.option("--host", "host", multiple=True, default=("127.0.0.1",), show_default=True,
+                 metavar="ADDRESS", help="Address to listen on; repeatable."),
+    click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535),
+                 help="Port to listen on; 0 takes a free one."),
+    click.option("--api-key", "api_keys", multiple=True, metavar="KEY",
+                 help="Only clients that send KEY are answered; repeatable. `ps` shows it: "
+                 f"{API_KEY} is safer."),
+    click.option("--keys-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                 help="TOML file with a table for each key: its name, key or sha256, admin and "
+                 "weight."),
+    click.option("--fetch-images", is_flag=True,
+                 help="Fetch pictures that requests name by an http URL, from public addresses "
+                 "only."),
+    file_option("--share-prefixes", is_flag=True,
+                help="Let one key's requests find in the cache what another's have computed."),
+    file_option("--share-by-address", is_flag=True,
+                help="Without keys, give each client's address its share of the server."),
+    adapters_option,
+    click.option("--adapter-dir", "adapter_folders", multiple=True, metavar="FOLDER",
+                 help="Requests may load adapters of FOLDER (/v1/load_lora_adapter); repeatable."),
+    click.option("--tls-cert", metavar="FILE",
+                 help="Serve HTTPS with this certificate chain (PEM)."),
+    click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM)."),
+    click.option("--insecure", is_flag=True, help="Other machines need no key."),
+    file_option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+                help="Another name that the Host header may have, such as that of a proxy; "
+                "repeatable."),
+    click.option("--allowed-origin", "allowed_origins", multiple=True, metavar="URL",
+                 help="Web pages of this address may send requests, such as https://chat.example; "
+                 "repeatable."),
+    click.option("--allowed-app", "allowed_apps", multiple=True, metavar="NAME",
+                 help="Desktop app or kind of browser extension that may send requests: obsidian, "
+                 "vscode, chrome-extensions …; repeatable."),
+    file_option("--deadline", "deadline_s", type=click.FloatRange(min=0.001),
+                help="Seconds a request may take."),
+    file_option("--drain", "drain_s", default=30.0, show_default=True,
+                type=click.FloatRange(min=0),
+                help="Seconds that running requests get at the end."),
+    file_option("--tool-format", default="auto", show_default=True, metavar="NAME",
+                help="How the models write tool calls, where their chat templates do not show it."),
+    click.option("--reasoning-effort", type=click.Choice(EFFORTS),
+                 help="Effort of conversations that ask for none.  [default: the chat template's "
+                 "own]"),
+    file_option("--open-metrics", is_flag=True,
+                help="Let programs on this machine read /metrics without a key."),
+    file_option("--ready-deadline", "ready_deadline_s", default=10.0, show_default=True,
+                type=click.FloatRange(min=0.1),
+                help="Seconds without a step after which /ready says 503."),
+    file_option("--keep-awake/--no-keep-awake", default=True, show_default=True,
+                help="A Mac does not sleep while requests run; its screen may."),
+    file_option("--max-waiting", default=256, show_default=True, type=click.IntRange(1),
+                help="Requests that may wait for their first token; more get a 503."),
+    file_option("--log-format", default="text", show_default=True,
+                type=click.Choice(["text", "json"]), help="How a line of the log is written."),
+    click.option("--log-level", default="info", show_default=True,
+                 type=click.Choice(["debug", "info", "warning", "error"]),
+                 help="Messages below this level are not logged."),
+    click.option("--max-memory", type=Size(), metavar="SIZE",
+                 help="Memory for weights and KV caches of all loaded models.  [default: 0.7 of "
+                 "the machine's]"),
+    click.option("--ttl", metavar="TIME",
+                 help="Time without a request after which a model is unloaded, such as 30m.  "
+                 "[default: never]"),
+    click.option("--history/--no-history", default=True, show_default=True,
+                 help="Keep conversations of the page on this disk."),
+    click.option("--allow-pull", is_flag=True,
+                 help="Clients of Ollama's API may download models from the hub."),
+    file_option("--store/--no-store", default=True, show_default=True,
+                help="Keep answers of /v1/responses on this disk, for previous_response_id."),
+    file_option("--store-size", type=Size(), metavar="SIZE", default="1GB", show_default=True,
+                help="Disk space for these answers; the least recently used are deleted first."),
+    file_option("--store-age", metavar="TIME", default="30d", show_default=True,
+                help="Time after which an unused answer is deleted."),
+    peer_options,
+    file_option("--allow-peers", is_flag=True,
+                help="Give the KV cache of prompts to servers with an administrator's key."),
+)  # fmt: skip
+HIDDEN = (
+    "kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance",
+    "max_image_tokens", "slow_experts",
+)  # fmt: skip
+
+
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
 @named_models
 @config_option
 @models_option
-@click.option(
-    "--default-model",
-    metavar="NAME",
-    help="Model for requests that name none, or one that is not served.  [default: the first "
-    "model; unknown names are refused]",
-)
-@click.option(
-    "--alias",
-    "aliases",
-    multiple=True,
-    metavar="PATTERN=NAME",
-    help="Another name of a model, such as 'claude-*=chat'; repeatable.",
-)
-@click.option(
-    "--host",
-    "host",
-    multiple=True,
-    default=("127.0.0.1",),
-    show_default=True,
-    metavar="ADDRESS",
-    help="Address to listen on; repeatable.",
-)
-@click.option(
-    "--port",
-    default=8080,
-    show_default=True,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 takes a free one.",
-)
-@click.option(
-    "--api-key",
-    "api_keys",
-    multiple=True,
-    metavar="KEY",
-    help=f"Only clients that send KEY are answered; repeatable. `ps` shows it: {API_KEY} is safer.",
-)
-@click.option(
-    "--keys-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML file with a table for each key: its name, key or sha256, admin and weight.",
-)
-@click.option(
-    "--fetch-images",
-    is_flag=True,
-    help="Fetch pictures that requests name by an http URL, from public addresses only.",
-)
-@file_option(
-    "--share-prefixes",
-    is_flag=True,
-    help="Let one key's requests find in the cache what another's have computed.",
-)
-@file_option(
-    "--share-by-address",
-    is_flag=True,
-    help="Without keys, give each client's address its share of the server.",
-)
-@adapters_option
-@click.option(
-    "--adapter-dir",
-    "adapter_folders",
-    multiple=True,
-    metavar="FOLDER",
-    help="Requests may load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
-)
-@click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
-@click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
-@click.option("--insecure", is_flag=True, help="Other machines need no key.")
-@file_option(
-    "--allowed-host",
-    "allowed_hosts",
-    multiple=True,
-    metavar="NAME",
-    help="Another name that the Host header may have, such as that of a proxy; repeatable.",
-)
-@click.option(
-    "--allowed-origin",
-    "allowed_origins",
-    multiple=True,
-    metavar="URL",
-    help="Web pages of this address may send requests, such as https://chat.example; repeatable.",
-)
-@click.option(
-    "--allowed-app",
-    "allowed_apps",
-    multiple=True,
-    metavar="NAME",
-    help="Desktop app or kind of browser extension that may send requests: obsidian, vscode, "
-    "chrome-extensions …; repeatable.",
-)
-@file_option(
-    "--deadline", "deadline_s", type=click.FloatRange(min=0.001), help="Seconds a request may take."
-)
-@file_option(
-    "--drain",
-    "drain_s",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(min=0),
-    help="Seconds that running requests get at the end.",
-)
-@file_option(
-    "--tool-format",
-    default="auto",
-    show_default=True,
-    metavar="NAME",
-    help="How the models write tool calls, where their chat templates do not show it.",
-)
-@click.option(
-    "--reasoning-effort",
-    type=click.Choice(EFFORTS),
-    help="Effort of conversations that ask for none.  [default: the chat template's own]",
-)
-@file_option(
-    "--open-metrics", is_flag=True, help="Let programs on this machine read /metrics without a key."
-)
-@file_option(
-    "--ready-deadline",
-    "ready_deadline_s",
-    default=10.0,
-    show_default=True,
-    type=click.FloatRange(min=0.1),
-    help="Seconds without a step after which /ready says 503.",
-)
-@file_option(
-    "--keep-awake/--no-keep-awake",
-    default=True,
-    show_default=True,
-    help="A Mac does not sleep while requests run; its screen may.",
-)
-@file_option(
-    "--max-waiting",
-    default=256,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Requests that may wait for their first token; more get a 503.",
-)
-@file_option(
-    "--log-format",
-    default="text",
-    show_default=True,
-    type=click.Choice(["text", "json"]),
-    help="How a line of the log is written.",
-)
-@click.option(
-    "--log-level",
-    default="info",
-    show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Messages below this level are not logged.",
-)
-@click.option(
-    "--max-memory",
-    type=Size(),
-    metavar="SIZE",
-    help="Memory for weights and KV caches of all loaded models.  [default: 0.7 of the machine's]",
-)
-@click.option(
-    "--ttl",
-    metavar="TIME",
-    help="Time without a request after which a model is unloaded, such as 30m.  [default: never]",
-)
-@click.option(
-    "--history/--no-history",
-    default=True,
-    show_default=True,
-    help="Keep conversations of the page on this disk.",
-)
-@click.option(
-    "--allow-pull", is_flag=True, help="Clients of Ollama's API may download models from the hub."
-)
-@file_option(
-    "--store/--no-store",
-    default=True,
-    show_default=True,
-    help="Keep answers of /v1/responses on this disk, for previous_response_id.",
-)
-@file_option(
-    "--store-size",
-    type=Size(),
-    metavar="SIZE",
-    default="1GB",
-    show_default=True,
-    help="Disk space for these answers; the least recently used are deleted first.",
-)
-@file_option(
-    "--store-age",
-    metavar="TIME",
-    default="30d",
-    show_default=True,
-    help="Time after which an unused answer is deleted.",
-)
-@peer_options
-@file_option(
-    "--allow-peers",
-    is_flag=True,
-    help="Give the KV cache of prompts to servers with an administrator's key.",
-)
-@engine_options(
-    without=["max_memory"],  # a server divides it among its models
-    hidden=[
-        *("kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance"),
-        *("max_image_tokens", "slow_experts"),
-    ],
-)
+@partial(apply_options, OPTIONS)
+@engine_options(without=["max_memory"], hidden=HIDDEN)  # the memory is divided among the models
 @rank_options(hidden=["rank_deadline"])
 @click.pass_context
 def command(

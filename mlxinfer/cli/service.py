@@ -19,7 +19,7 @@ import click
 from ..errors import ServiceError
 from ..files import write_whole
 from ._options import API_KEY, json_option
-from ._output import emit_json
+from ._output import emit
 
 PLACES = ("HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MLXINFER_CONFIG")
 RANKS = ("MLXINFER_RANKS_SECRET", "MLXINFER_RANKS_CONTROL")
@@ -149,10 +149,7 @@ def status(daemon: bool, as_json: bool) -> None:
     loaded = ended.returncode == 0
     said = parse_status(ended.stdout) if loaded else {}
     state = {"installed": service.plist_path.exists(), "loaded": loaded, **said}
-    if as_json:
-        emit_json(state)
-    else:
-        click.echo("\n".join(f"{name}: {value}" for name, value in state.items()))
+    emit(state, "\n".join(f"{name}: {value}" for name, value in state.items()), as_json=as_json)
     if state.get("state") != "running":
         raise click.exceptions.Exit(1)
 

@@ -9,7 +9,7 @@ import click
 from ..files import written_whole
 from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, table, when
+from ._output import emit, table, when
 from .running import ask, url_option
 
 SILENCE_S = 600.0  # while gigabytes are read and checked
@@ -62,14 +62,12 @@ def load(name: str, slot: int, url: str | None, as_json: bool) -> None:
 def list_command(url: str | None, as_json: bool) -> None:
     """List your sessions."""
     sessions = ask(url, PATH)["data"]
-    if as_json:
-        emit_json(sessions)
-        return
     rows = [
         (s["name"], s["model"], f"{s['tokens']:,}", human_bytes(s["bytes"]), when(s["created"]))
         for s in sessions
     ]
-    click.echo(table(rows, header=("NAME", "MODEL", "TOKENS", "SIZE", "SAVED")))
+    header = ("NAME", "MODEL", "TOKENS", "SIZE", "SAVED")
+    emit(sessions, table(rows, header=header), as_json=as_json)
 
 
 @command.command()
@@ -113,8 +111,6 @@ def _path(name: str) -> str:
 
 
 def _say(reply: dict[str, Any], done: str, *, as_json: bool) -> None:
-    if as_json:
-        emit_json(reply)
-        return
     size = human_bytes(reply["bytes"])
-    click.echo(f"{done} {reply['name']}: {reply['tokens']:,} tokens of {reply['model']}, {size}")
+    said = f"{done} {reply['name']}: {reply['tokens']:,} tokens of {reply['model']}, {size}"
+    emit(reply, said, as_json=as_json)

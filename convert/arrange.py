@@ -237,7 +237,8 @@ def _arranged(
     ours = builder.tensor_name(target)
     ahead = _ahead(target) if ours is None else None
     name = ahead or ours
-    if name is None or _unused(name, config):
+    tied = config.tie_word_embeddings and (name or "").startswith("lm_head.")
+    if name is None or tied or name.endswith(_UNUSED):
         return None
     for old, theirs in _AS_MLX.get(config.model_type, {}).items():
         name = name.replace(old, theirs)
@@ -289,11 +290,6 @@ def _ahead(name: str) -> str | None:
     if match is None:
         return None
     return match[1] + (".weight" if name.endswith(_PACKED) else "")
-
-
-def _unused(name: str, config: ModelConfig) -> bool:
-    tied = config.tie_word_embeddings and name.startswith("lm_head.")
-    return tied or name.endswith(_UNUSED)
 
 
 def _output(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:

@@ -111,10 +111,6 @@ class ConversionPlan:
         return int(options.goal_bpw * count / 8) + seeing
 
     @property
-    def quantised_anew(self) -> list[PlannedTensor]:
-        return [t for t in self.tensors if t.form and not t.packed and t.output.quantised]
-
-    @property
     def stacks_for_mlx(self) -> bool:
         """Whether experts lie in stacks that only MLX reads, though nothing is quantised."""
         stacked = any(STACK.fullmatch(a.name) for tensor in self.tensors for a in tensor.arrays)

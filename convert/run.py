@@ -242,7 +242,7 @@ class Conversion:
             notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
         if few := sum(entry.get("nearest", 0) for entry in journal.tensors.values()):
             notes.append(FEW_TOKENS_SEEN.format(count=few))
-        if anew := plan.quantised_anew:
+        if anew := [t for t in plan.tensors if t.form and not t.packed and t.output.quantised]:
             formats = ", ".join(dict.fromkeys(tensor.output.stored for tensor in anew))
             notes.append(
                 f"{len(anew)} of {len(plan.tensors)} tensors were quantised already ({formats}) "

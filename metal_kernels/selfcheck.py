@@ -396,12 +396,11 @@ def _found(variant: Variant, gpu: Gpu) -> Verdict:
     if verdict.status == OK:
         gpu.compiled.add(variant)
     else:
-        times = {load: _without_kernels(seconds) for load, seconds in times.items()}
+        times = {
+            load: {way: time for way, time in seconds.items() if not is_kernel(way)}
+            for load, seconds in times.items()
+        }
     return replace(verdict, times=times, errors=errors, first_run_s=first_run_s)
-
-
-def _without_kernels(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {way: time for way, time in seconds.items() if not is_kernel(way)}
 
 
 def _right(case: Case, calls: Calls, twin: Sequence[mx.array], device: Device) -> Calls:

@@ -40,7 +40,7 @@ def progress_bars(
         wanted: None: where stderr is a terminal, or in a notebook.
         piped: elsewhere, lines of text a minute apart instead of nothing: for what takes hours.
     """
-    if wants_lines():
+    if os.environ.get(LINES) == "json":  # another program reads the progress
         yield progress_lines()
     elif not is_watched(wanted):
         yield rare_lines() if piped else unwatched
@@ -79,11 +79,6 @@ def in_notebook() -> bool:
 
     shell = get_ipython()
     return shell is not None and "IPKernelApp" in shell.config
-
-
-def wants_lines() -> bool:
-    """Whether another program reads the progress (MLXINFER_PROGRESS=json)."""
-    return os.environ.get(LINES) == "json"
 
 
 def progress_lines() -> StepWatch:

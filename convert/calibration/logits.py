@@ -86,14 +86,10 @@ def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles
     """log of the sum of exponentials of each of `count` positions."""
     total = np.full(count, -np.inf)
     for _, logits in parts:
-        total = np.logaddexp(total, _log_sum(logits))
+        top = logits.max(axis=-1, keepdims=True)
+        sums = np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
+        total = np.logaddexp(total, top[:, 0] + sums)
     return total
-
-
-def _log_sum(logits: Floats) -> Doubles:
-    top = logits.max(axis=-1, keepdims=True)
-    sums: Doubles = top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
-    return sums
 
 
 def divergences(

@@ -257,13 +257,10 @@ def expert_groups(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         match = _EXPERT.fullmatch(name)
         if match is not None:
-            groups.setdefault(_stacked_name(match), {})[int(match["index"])] = name
+            layer, dot, leaf = match["part"].rpartition(".")
+            stacked = f"{match['block']}.switch_mlp.{_RENAMED.get(layer, layer)}{dot}{leaf}"
+            groups.setdefault(stacked, {})[int(match["index"])] = name
     return {stacked: _in_order(stacked, experts) for stacked, experts in groups.items()}
-
-
-def _stacked_name(match: re.Match[str]) -> str:
-    layer, dot, leaf = match["part"].rpartition(".")
-    return f"{match['block']}.switch_mlp.{_RENAMED.get(layer, layer)}{dot}{leaf}"
 
 
 def _in_order(stacked: str, experts: dict[int, str]) -> list[str]:

@@ -269,7 +269,10 @@ def run_command(session: ChatSession, line: str) -> CommandReply:
         raise InvalidRequestError(
             f"There is no /{name}; /help lists what there is, and // sends a text that begins so."
         )
-    return COMMANDS[name][1](session, argument.strip())
+    usage, run, _ = COMMANDS[name]
+    if usage == "FILE" and not argument.strip():
+        raise InvalidRequestError(f"Usage: /{name} {usage}")
+    return run(session, argument.strip())
 
 
 def _help(_: ChatSession, __: str) -> CommandReply:
@@ -320,8 +323,6 @@ def _copy(session: ChatSession, _: str) -> CommandReply:
 
 
 def _save(session: ChatSession, name: str) -> CommandReply:
-    if not name:
-        raise InvalidRequestError("Usage: /save FILE")
     path = Path(name).expanduser()
     parts = [f"> {session.system}"] if session.system else []
     parts += [f"## {NAMES[m['role']]}\n\n{m['content']}" for m in session.messages]
@@ -346,10 +347,6 @@ def _clear(session: ChatSession, _: str) -> CommandReply:
 def _edit(session: ChatSession, text: str) -> CommandReply:
     last = _last_question(session)
     return CommandReply(ask=text) if text else CommandReply(edit=last)
-
-
-def _regen(session: ChatSession, _: str) -> CommandReply:
-    return CommandReply(ask=_last_question(session))
 
 
 def _stats(session: ChatSession, _: str) -> CommandReply:
@@ -395,8 +392,6 @@ def _think(session: ChatSession, word: str) -> CommandReply:
 
 
 def _file(session: ChatSession, name: str) -> CommandReply:
-    if not name:
-        raise InvalidRequestError("Usage: /file FILE")
     if "\0" in name:
         raise InvalidRequestError("A file name holds no NUL character.")
     count = session.attach(Path(name).expanduser())
@@ -404,15 +399,11 @@ def _file(session: ChatSession, name: str) -> CommandReply:
 
 
 def _image(session: ChatSession, path: str) -> CommandReply:
-    if not path:
-        raise InvalidRequestError("Usage: /image FILE")
     session.attach_picture(path)
     return CommandReply(f"{counted(len(session.images), 'picture')} with the next message")
 
 
 def _video(session: ChatSession, path: str) -> CommandReply:
-    if not path:
-        raise InvalidRequestError("Usage: /video FILE")
     session.attach_video(path)
     return CommandReply(f"{counted(len(session.videos), 'video')} with the next message")
 
@@ -437,7 +428,8 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "system": ("[TEXT|off]", _system, "show or change the system message"),
     "set": ("[KEY [VALUE]]", _set, "show or change how tokens are chosen"),
     "clear": ("", _clear, "forget the conversation"),
-    "regen": ("", _regen, "answer the last message again"),
+    "regen": ("", lambda session, _: CommandReply(ask=_last_question(session)),
+              "answer the last message again"),
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
     "undo": ("", _undo, "take back the last message and its answer"),
     "copy": ("", _copy, "copy the last answer"),
@@ -449,7 +441,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "tools": ("", _tools, "the tools that answers may call"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", lambda *_: CommandReply(quit=True), "leave (or Ctrl-D)"),
-}
+}  # fmt: skip
 OTHER_NAMES = {"exit": "quit", "bye": "quit", "?": "help"}  # those of other programs
 
 

@@ -118,8 +118,10 @@ def _defaults(ctx: click.Context, config: ConfigFile) -> dict[str, Any]:
         listed = [value] if name in ONE_OR_MORE and not isinstance(value, list) else value
         if parameter.multiple and not isinstance(listed, list):
             raise InvalidRequestError(f"{place}: expected a list, such as [{value!r}].")
+        # As a user would type it, so that 80.5 is no port and `true` no number.
+        typed = [str(item) for item in listed] if isinstance(listed, list) else str(listed)
         try:
-            parameter.type_cast_value(ctx, _as_typed(listed))
+            parameter.type_cast_value(ctx, typed)
         except click.BadParameter as error:
             raise InvalidRequestError(f"{place}: {error.message}") from error
         defaults[parameter.name or ""] = listed
@@ -129,11 +131,6 @@ def _defaults(ctx: click.Context, config: ConfigFile) -> dict[str, Any]:
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, known, n=1)
     return f" Did you mean {near[0].replace('_', '-')}?" if near else ""
-
-
-def _as_typed(value: object) -> Any:
-    """Return a TOML value as a user would type it, so that 80.5 is no port and `true` no number."""
-    return [str(item) for item in value] if isinstance(value, list) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,8 @@ class KernelRow:
     def cells(self) -> list[str]:
         is_used = any(map(is_kernel, self.used.values())) or self.speed is None
         unused = "" if is_used else ", not used"
-        figures = [_figure(figure) for figure in (self.error, self.tolerance, self.speed)]
+        given = (self.error, self.tolerance, self.speed)
+        figures = ["-" if figure is None else f"{figure:.3g}" for figure in given]
         return [self.variant, self.status, *figures[:2], figures[2] + unused]
 
     @property
@@ -155,7 +156,3 @@ def _row(variant: str, verdict: Verdict) -> KernelRow:
         instead={load: verdict.loads.fastest(load, of) for load, of in in_mlx.items() if of},
         first_run_s=verdict.first_run_s,
     )
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"

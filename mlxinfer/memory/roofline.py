@@ -81,7 +81,8 @@ def estimate(
         `fit`: see `Fit.as_dict`. `decode_tokens_per_s` and `prefill_tokens_per_s`: the limits of
         one answer and of one prompt, for the smallest and the largest chip of that name.
     """
-    states = [spec for spec in _specs(config) if isinstance(spec, StateSpec)]
+    specs = map(config.cache_spec, range(len(config.windows)))
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
     state_bytes = sum(prod(shape) * 4 for spec in states for shape, _ in spec.shapes)
     moved = work.weight_bytes + kv_bytes(config, context) + 2 * state_bytes  # read and written
     rates = [bandwidth * 1e9 / moved for bandwidth in mac.chip.bandwidth]
@@ -95,7 +96,3 @@ def estimate(
         "prefill_tokens_per_s": [round(bandwidth / (2 * work.weights)) for bandwidth in flops],
         "fit": fit_of(config, weights_bytes, limit_bytes, folder=folder).as_dict(),
     }
-
-
-def _specs(config: LanguageConfig) -> list[Any]:
-    return [config.cache_spec(index) for index in range(len(config.windows))]

@@ -126,14 +126,11 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _picture(image: ImagePart) -> dict[str, Any]:
     kind = "video_url" if image.is_video else "image_url"
-    url: dict[str, Any] = {"url": (_video_url if image.is_video else _image_url)(image)}
+    text = _video_url(image) if image.is_video else data_url(image.source, place=image.place)
+    url: dict[str, Any] = {"url": text}
     if image.low_detail:
         url["detail"] = "low"
     return {"type": kind, kind: url}
-
-
-def _image_url(image: ImagePart) -> str:
-    return data_url(image.source, place=image.place)
 
 
 def _video_url(image: ImagePart) -> str:

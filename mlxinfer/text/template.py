@@ -255,12 +255,8 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
 
 def _calls(message: Any) -> list[dict[str, Any]]:
     calls = message.get("tool_calls") if isinstance(message, dict) else None
-    return _dicts(calls) if calls else []
-
-
-def _dicts(values: Any) -> list[dict[str, Any]]:
-    sequence = values if isinstance(values, (list, tuple)) else ()
-    return [value for value in sequence if isinstance(value, dict)]
+    listed = calls if isinstance(calls, (list, tuple)) else ()
+    return [call for call in listed if isinstance(call, dict)]
 
 
 # -- the template ---------------------------------------------------------------------------------

@@ -115,7 +115,10 @@ class _Probe:
         if budget and self._prompt({budget: 1000}) in (None, self._prompt({})):
             budget = ""
         if budget and not rungs:
-            rungs = self._budget_rungs(budget, on or {})
+            rungs = {
+                EFFORTS.index(effort): {**(on or {}), **({budget: tokens} if tokens else {})}
+                for effort, tokens in _TOKENS.items()
+            }
         if budget and off is None and self._differs({budget: 0}, {}):
             off = {budget: 0}
         if off is None:
@@ -220,12 +223,6 @@ class _Probe:
     def _takes_numbers(self, name: str) -> bool:
         """Whether a variable takes numbers from 0 to 1; one that writes any word does not."""
         return self._differs({name: 0.2}, {name: 0.7}) and _UNKNOWN not in self._text(name)
-
-    def _budget_rungs(self, name: str, base: Variables) -> dict[int, Variables]:
-        return {
-            EFFORTS.index(effort): base if tokens is None else {**base, name: tokens}
-            for effort, tokens in _TOKENS.items()
-        }
 
     @staticmethod
     def _nearest(rungs: Mapping[int, Variables], wish: str, on: Variables) -> Variables:

@@ -52,7 +52,11 @@ class Lark:
     def text(self, text: str) -> str:
         """Return what matches exactly this text, with its control tokens as tokens."""
         pieces = self._split.split(text) if self._split else [text]
-        terms = [self._term(piece) for piece in pieces if piece]
+        terms = [
+            f"<[{self._special[piece]}]>" if piece in self._special else json.dumps(piece)
+            for piece in pieces
+            if piece
+        ]
         return " ".join(terms) or '""'
 
     def json(self, schema: Mapping[str, Any]) -> str:
@@ -114,11 +118,6 @@ class Lark:
 
     def grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
-
-    def _term(self, piece: str) -> str:
-        if piece not in self._special:
-            return json.dumps(piece)
-        return f"<[{self._special[piece]}]>"
 
 
 def value_rule(lark: Lark, tool: Tool, parameter: str, end: str) -> str:

@@ -259,6 +259,12 @@ def peer_options(function: Function) -> Function:
     return apply_options([peers, prefill_at], function)
 
 
+def one_request_options(function: Function) -> Function:
+    """Add the options of commands that run one request at a time, here or at a server."""
+    of_engine = engine_options(without=["max_batch"]), rank_options(), peer_options
+    return apply_options([local_option, adapter_option, *of_engine], function)
+
+
 def _add(names: Sequence[str], hidden: Sequence[str], function: Function) -> Function:
     options = []
     for name in names:

@@ -339,18 +339,9 @@ def _attend(
         return mla(scene.queries, scene.keys, plan, scale=scale)
     form_of = partial(paged_attention_on_metal, pairs=pairs)
     paged = form_of if on_metal else paged_attention_gathered
-    num_heads = scene.queries.shape[1]
-    return paged(
-        scene.queries,
-        scene.keys,
-        scene.values,
-        plan,
-        scale=scale,
-        sink_logits=mx.linspace(-1, 1, num_heads) if form.sink_logits else None,
-        soft_cap=soft_cap,
-        value_dim=form.value_dim,
-        log_sums=form.log_sums,
-    )
+    sinks = mx.linspace(-1, 1, scene.queries.shape[1]) if form.sink_logits else None
+    arguments = scene.queries, scene.keys, scene.values, plan, Softmax(scale, sinks, soft_cap)
+    return paged(*arguments, value_dim=form.value_dim, log_sums=form.log_sums)
 
 
 def _by_gathering(variant: Variant, scene: Scene) -> dict[str, Outputs]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from .attention_plan import BLOCK, AttentionPlan, AttentionPlanner, tile_sizes
 from .launch import MIN_NUMBERS
-from .paged_attention import paged_attention_on_metal
+from .paged_attention import Softmax, paged_attention_on_metal
 from .stored import PLAIN, Plane
 
 EXPANDED_BYTES = 64 << 20  # of the keys and values of a block
@@ -44,7 +44,9 @@ def attend_in_tiles(
         keys, values = read(first, stop, outputs)
         plan = _block_plan(count, start - first, stop - first, heads, key_dim, value_dim)
         attended, own_sums = paged_attention_on_metal(
-            queries, _one(keys), _one(values), plan, scale=scale, value_dim=value_dim, log_sums=True
+            *(queries, _one(keys), _one(values), plan, Softmax(scale)),
+            value_dim=value_dim,
+            log_sums=True,
         )
         if outputs is None or sums is None:
             outputs, sums = attended, own_sums

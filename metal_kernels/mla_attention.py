@@ -16,6 +16,7 @@ from .paged_attention import (
     Asked,
     AttentionCall,
     Sizes,
+    Softmax,
     attention_call,
     includes,
     paged_attention_gathered,
@@ -129,7 +130,7 @@ def mla_attention_gathered(
         latents,
         latents.cut(0, value_dim),
         plan,
-        scale=scale,
+        Softmax(scale),
         value_dim=value_dim,
         log_sums=True,
     )

@@ -39,10 +39,8 @@ def paged_attention_gathered(
     keys: Plane,
     values: Plane,
     plan: AttentionPlan,
+    softmax: Softmax,
     *,
-    scale: float,
-    sink_logits: mx.array | None = None,
-    soft_cap: float | None = None,
     value_dim: int | None = None,
     log_sums: bool = False,
 ) -> list[mx.array]:
@@ -66,9 +64,7 @@ def paged_attention_gathered(
                 gathered(keys, page_size, slot, index),
                 gathered(values, page_size, slot, index),
                 mx.array(np.where(visible, 0.0, HIDDEN).astype(np.float32)),
-                scale=scale,
-                sink_logits=sink_logits,
-                soft_cap=soft_cap,
+                softmax,
             )
         )
     attended = [attended[i] for i in np.argsort(plan.spans[:, 0])]  # by their rows
@@ -105,14 +101,7 @@ def gathered(plane: Plane, page_size: int, slot: int, index: tuple[mx.array, mx.
 
 
 def attend(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array,
-    *,
-    scale: float,
-    sink_logits: mx.array | None,
-    soft_cap: float | None,
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array, softmax: Softmax
 ) -> tuple[mx.array, mx.array]:
     """Outputs (Q, H * G, V) and log-sum-exps (Q, H * G) of one sequence.
 
@@ -121,7 +110,7 @@ def attend(
         keys, values: (H, N, D) and (H, N, V).
         mask: (Q, N) additive.
     """
-    num_heads = queries.shape[1]
+    (scale, sinks, soft_cap), num_heads = softmax, queries.shape[1]
     repeats = num_heads // len(keys)
     keys, values = mx.repeat(keys, repeats, axis=0), mx.repeat(values, repeats, axis=0)
     scores = (queries.swapaxes(0, 1) @ keys.swapaxes(1, 2)) * scale  # (H * G, Q, N)
@@ -129,8 +118,8 @@ def attend(
         scores = soft_cap * mx.tanh(scores / soft_cap)
     scores = scores + mask
     log_sum_exp = mx.logsumexp(scores, axis=-1, keepdims=True)  # (H * G, Q, 1)
-    if sink_logits is not None:
-        column = sink_logits.astype(mx.float32).reshape(num_heads, 1, 1)
+    if sinks is not None:
+        column = sinks.astype(mx.float32).reshape(num_heads, 1, 1)
         log_sum_exp = mx.logaddexp(log_sum_exp, column)
     outputs = mx.exp(scores - log_sum_exp) @ values  # (H * G, Q, V)
     return outputs.swapaxes(0, 1), log_sum_exp.squeeze(-1).T
@@ -237,10 +226,8 @@ def paged_attention_on_metal(
     keys: Plane,
     values: Plane,
     plan: AttentionPlan,
+    softmax: Softmax,
     *,
-    scale: float,
-    sink_logits: mx.array | None = None,
-    soft_cap: float | None = None,
     value_dim: int | None = None,
     log_sums: bool = False,
     pairs: bool = False,
@@ -251,8 +238,6 @@ def paged_attention_on_metal(
         queries: (T, H * G, D), those of the plan's first sequence first.
         keys: plain, or codes of 8 or 4 bits with scales and biases.
         values: likewise; another format than the keys' is fine.
-        sink_logits: (H * G,) logits that join each softmax without a value.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap).
         value_dim: V where it differs from D.
         pairs: see `has_pairs`.
 
@@ -260,19 +245,9 @@ def paged_attention_on_metal(
         outputs (T, H * G, V) in the queries' dtype; and the logarithm of each softmax's
         denominator, sink logits included, (T, H * G) float32.
     """
-    attention = paged_attention(
-        queries,
-        keys,
-        values,
-        plan,
-        scale=scale,
-        sinks=sink_logits is not None,
-        soft_cap=soft_cap,
-        value_dim=value_dim,
-        log_sums=log_sums,
-        pairs=pairs,
-    )
-    outputs, *sums = attention(queries, arrays_of(keys, values), sink_logits)
+    how: dict[str, Any] = {"value_dim": value_dim, "log_sums": log_sums, "pairs": pairs}
+    attention = paged_attention(queries, keys, values, plan, softmax, **how)
+    outputs, *sums = attention(queries, arrays_of(keys, values), softmax.sinks)
     return [outputs.reshape(*queries.shape[:2], -1), *sums]
 
 
@@ -310,10 +285,8 @@ def paged_attention(
     keys: Plane,
     values: Plane,
     plan: AttentionPlan,
+    softmax: Softmax,
     *,
-    scale: float,
-    sinks: bool,
-    soft_cap: float | None = None,
     value_dim: int | None = None,
     log_sums: bool = False,
     pairs: bool = False,
@@ -334,7 +307,7 @@ def paged_attention(
         dims=(key_dim, value_dim),
         dtype=queries.dtype,
         formats=(keys.fmt, values.fmt),
-        sinks=sinks,
+        sinks=softmax.sinks is not None,
         log_sums=log_sums,
         num_spans=plan.num_spans,
         num_items=plan.num_items,
@@ -344,7 +317,8 @@ def paged_attention(
         joint_dim=joint_dim,
         pairs=pairs,
     )
-    return attention_call(passes(asked, _attend), plan, _numbers(scale, soft_cap or 0.0))
+    numbers = _numbers(softmax.scale, softmax.soft_cap or 0.0)
+    return attention_call(passes(asked, _attend), plan, numbers)
 
 
 @cache

@@ -341,17 +341,8 @@ class KeyValueLayer(PagedLayer):
     def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         load = plan.max_queries, plan.num_spans
         pairs = not plan.is_prefill and self.fastest(*load, (KERNEL, PAIRS)) == PAIRS
-        return paged_attention(
-            queries,
-            self.keys,
-            self.values,
-            plan,
-            scale=softmax.scale,
-            sinks=softmax.sinks is not None,
-            soft_cap=softmax.soft_cap,
-            value_dim=self.values.read_dim,
-            pairs=pairs,
-        )
+        arguments = queries, self.keys, self.values, plan, softmax
+        return paged_attention(*arguments, value_dim=self.values.read_dim, pairs=pairs)
 
     def kernel_arrays(self) -> list[mx.array]:
         return arrays_of(self.keys, self.values)

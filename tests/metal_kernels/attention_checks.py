@@ -11,6 +11,7 @@ from scenes import Inputs, Scene, build, vector_bytes
 
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
 from mlxinfer.metal_kernels.paged_attention import (
+    Softmax,
     paged_attention_gathered,
     paged_attention_on_metal,
 )
@@ -67,9 +68,7 @@ def check_scene(
         inputs.keys,
         inputs.values,
         seed=seed,
-        scale=scene.key_dim**-0.5,
-        sink_logits=inputs.sink_logits if sinks else None,
-        soft_cap=soft_cap,
+        softmax=Softmax(scene.key_dim**-0.5, inputs.sink_logits if sinks else None, soft_cap),
         value_dim=scene.value_dim,
         log_sums=log_sums,
     )
@@ -128,7 +127,7 @@ def moved(scene: Scene) -> Moved:
             inputs.keys,
             inputs.values,
             inputs.plan,
-            scale=scene.key_dim**-0.5,
+            Softmax(scene.key_dim**-0.5),
             value_dim=scene.value_dim,
         ),
     )

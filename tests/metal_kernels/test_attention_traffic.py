@@ -9,7 +9,7 @@ from models.runs import every
 from scenes import Scene, build
 
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan
-from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import Softmax, paged_attention_on_metal
 
 SAMPLE = [(64, 8, 8, 1), (128, 16, 4, 1), (128, 4, 1, 1), (128, 4, 16, 1), (256, 16, 8, 1)]
 SAMPLE += [(128, 8, 4, 4), (256, 4, 16, 4)]
@@ -19,7 +19,7 @@ def attended(scene: Scene, replace: dict[str, str] | None = None) -> tuple[Metal
     """The machine on which attention ran without a fault, and the plan of it."""
     made, machine = build(scene), MetalCPU(replace=replace)
     arguments = made.queries, made.keys, made.values, made.plan
-    machine.clean(lambda: paged_attention_on_metal(*arguments, scale=1.0))
+    machine.clean(lambda: paged_attention_on_metal(*arguments, Softmax(1.0)))
     return machine, made.plan
 
 

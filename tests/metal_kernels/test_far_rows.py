@@ -18,6 +18,7 @@ from mlxinfer.metal_kernels.conv_step import ConvStep
 from mlxinfer.metal_kernels.delta_step import DeltaStep
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.paged_attention import (
+    Softmax,
     paged_attention_gathered,
     paged_attention_on_metal,
 )
@@ -59,15 +60,15 @@ class FarPages(MetalCPU):
 
 def attend(scene: Scene, replace: dict[str, str]) -> FarPages:
     inputs = build(scene)
-    how = {"scale": scene.key_dim**-0.5, "sink_logits": None, "value_dim": scene.value_dim}
+    how = {"softmax": Softmax(scene.key_dim**-0.5), "value_dim": scene.value_dim}
     first_page = ELEMENTS // (scene.key_dim * scene.page_size) + 1
     machine = FarPages(first_page, scene.page_size, replace)
     arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
     with running_on(machine):
-        (actual,) = paged_attention_on_metal(*arguments, soft_cap=None, log_sums=False, **how)
+        (actual,) = paged_attention_on_metal(*arguments, log_sums=False, **how)
     if not replace:
         machine.assert_clean()
-        (expected,) = paged_attention_gathered(*arguments, soft_cap=None, log_sums=False, **how)
+        (expected,) = paged_attention_gathered(*arguments, log_sums=False, **how)
         tolerance = TOLERANCE[inputs.queries.dtype]
         assert mx.allclose(actual, expected, rtol=0, atol=tolerance).item()
     return machine

@@ -10,6 +10,7 @@ from scenes import Scene, build
 
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner
 from mlxinfer.metal_kernels.paged_attention import (
+    Softmax,
     paged_attention_gathered,
     paged_attention_on_metal,
 )
@@ -94,8 +95,8 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
     inputs = build(scene)
     arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
     machine = MetalCPU(replace={"return code(i) * scale + bias;": "return NAN;"})
-    [actual] = machine.clean(lambda: paged_attention_on_metal(*arguments, scale=0.1))
-    [expected] = paged_attention_gathered(*arguments, scale=0.1)
+    [actual] = machine.clean(lambda: paged_attention_on_metal(*arguments, Softmax(0.1)))
+    [expected] = paged_attention_gathered(*arguments, Softmax(0.1))
     assert mx.allclose(actual.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
 
 
@@ -123,7 +124,7 @@ def test_rows_to_verify_are_computed_as_rows_to_decode(
 
     def attend(queries: mx.array, plan: AttentionPlan) -> mx.array:
         stored = inputs.keys, inputs.values
-        run = partial(paged_attention_on_metal, scale=dim**-0.5, log_sums=True)
+        run = partial(paged_attention_on_metal, softmax=Softmax(dim**-0.5), log_sums=True)
         return MetalCPU().clean(lambda: run(queries, *stored, plan))[1]
 
     together = attend(inputs.queries, inputs.plan)

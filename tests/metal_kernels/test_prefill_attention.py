@@ -10,7 +10,7 @@ from scenes import Scene, build
 
 from mlxinfer.metal_kernels.attention_plan import MAX_PARTIAL_BYTES, AttentionPlanner, prefill_shape
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import Softmax, paged_attention_on_metal
 
 D256 = {"key_dim": 256, "value_dim": 256, "prefill": True}
 SCENES = {
@@ -63,7 +63,7 @@ def test_one_launch_and_nothing_beside_its_outputs() -> None:
     machine = MetalCPU(checked=False)
     with running_on(machine):
         arguments = inputs.queries, inputs.keys, inputs.values, inputs.plan
-        outputs = paged_attention_on_metal(*arguments, scale=0.1)
+        outputs = paged_attention_on_metal(*arguments, Softmax(0.1))
     assert [report.kernel for report in machine.reports] == ["tiled_attention"]
     assert [array.shape for array in outputs] == [inputs.queries.shape]
     assert inputs.plan.numbers.nbytes + inputs.plan.pages.nbytes < 4_096

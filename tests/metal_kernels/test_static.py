@@ -29,7 +29,7 @@ from mlxinfer.metal_kernels.add_norm import MAX_DIMS, AddNorm, add_norm
 from mlxinfer.metal_kernels.kv_write import kv_write
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
-from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import Softmax, paged_attention_on_metal
 from mlxinfer.metal_kernels.sample import sample, settings_array
 from mlxinfer.metal_kernels.selfcheck import KINDS
 from mlxinfer.metal_kernels.variants import Variant
@@ -87,12 +87,9 @@ def attention(dtype: str, bits: str, dim: int, rows: tuple[int, int], prefill: b
     how = {"key_dim": dim, "value_dim": dim, "dtype": NAMED[dtype], "bits": FORMATS[bits]}
     split = None if prefill else 1
     scene = build(Scene([70], [queries], group=group, prefill=prefill, item_blocks=split, **how))
-    sink_logits = scene.sink_logits if group % 4 == 0 else None
+    softmax = Softmax(1.0, scene.sink_logits if group % 4 == 0 else None)
     paged_attention_on_metal(
-        *(scene.queries, scene.keys, scene.values, scene.plan),
-        scale=1.0,
-        sink_logits=sink_logits,
-        soft_cap=None,
+        *(scene.queries, scene.keys, scene.values, scene.plan, softmax),
         value_dim=dim,
         log_sums=not prefill,
     )

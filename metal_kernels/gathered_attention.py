@@ -90,9 +90,9 @@ def gathered_fused(
         keys, values = (mx.concatenate([a, b], axis=2) for a, b in zip(pages, tails, strict=True))
     by_head = queries.reshape(num_seqs, num_queries, *queries.shape[1:]).swapaxes(1, 2)
     sinks = None if softmax.sinks is None else softmax.sinks.astype(queries.dtype)
-    outputs = mx.fast.scaled_dot_product_attention(
+    outputs = mx.fast.scaled_dot_product_attention(  # (B, H * G, Q, V)
         by_head, keys, values, scale=softmax.scale, mask=mask, sinks=sinks
-    )  # (B, H * G, Q, V)
+    )
     return outputs.swapaxes(1, 2).reshape(len(queries), -1)
 
 

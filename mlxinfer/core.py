@@ -169,9 +169,8 @@ class SamplingParams:
         if self.logits_processors or self.sampler is not None:
             self._check_functions()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.",
-                param="min_tokens",
+            raise InvalidRequestError.of(
+                "min_tokens", f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}."
             )
 
     def _check_lists(self) -> None:
@@ -394,9 +393,8 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
     error: Exception | None = None
     cached_tokens: int = 0  # prompt tokens with KV that was there already
-    prompt_logits: "NDArray[np.float32] | None" = (
-        None  # (n, vocab) of the prompt's next n positions
-    )
+    # (n, vocab) of the prompt's next n positions
+    prompt_logits: "NDArray[np.float32] | None" = None
     made_s: float = 0.0  # monotonic seconds
     pooled: "NDArray[np.float32] | None" = None  # (rows, dim) of a pooling request
     prompt_tokens: int = 0  # of the prompt, computed so far; 0: no such report

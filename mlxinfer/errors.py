@@ -268,24 +268,29 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
+def wrong_value(
+    name: str, value: object, wanted: str, param: str | None = None
+) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {shown(value)}; expected {wanted}.", param=param or name)
+
+
 def as_strings(name: str, value: object) -> tuple[str, ...]:
     """The strings of an argument that is one or several; raises InvalidRequestError."""
     strings = (value,) if isinstance(value, str) else value
     if isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings):
         for s in strings:
             if any("\ud800" <= c <= "\udfff" for c in s):
-                raise InvalidRequestError(
-                    f"{name} holds {shown(s)}, half of a surrogate pair, which no text has.",
-                    param=name,
+                raise InvalidRequestError.of(
+                    name, f"holds {shown(s)}, half of a surrogate pair, which no text has."
                 )
         return tuple(strings)
-    raise InvalidRequestError(f"{name} is {shown(value)}; expected non-empty strings.", param=name)
+    raise wrong_value(name, value, "non-empty strings")
 
 
 def check_kind(name: str, value: object, kind: type, wanted: str) -> None:
     """Raise InvalidRequestError unless an argument is of a kind, such as a mapping."""
     if not isinstance(value, kind) or isinstance(value, str | bytes):
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected {wanted}.", param=name)
+        raise wrong_value(name, value, wanted)
 
 
 def check_int(
@@ -298,9 +303,7 @@ def check_int(
         beyond = high is not None and type(value) is int and value > high
         limited = high is not None and (beyond or high < 2**53)  # others are no limits to know of
         bounds = f"from {low} to {high}" if limited else f"of at least {low}"
-        raise InvalidRequestError(
-            f"{name} is {shown(value)}; expected an integer {bounds}.", param=name
-        )
+        raise wrong_value(name, value, f"an integer {bounds}")
 
 
 def check_number(
@@ -313,9 +316,7 @@ def check_number(
         bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
         if high == math.inf:
             bounds = f"{'above' if open_low else 'from'} {low:g}"
-        raise InvalidRequestError(
-            f"{name} is {shown(value)}; expected a finite number {bounds}.", param=name
-        )
+        raise wrong_value(name, value, f"a finite number {bounds}")
 
 
 def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> None:
@@ -332,13 +333,13 @@ def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> No
 def check_function(name: str, value: object) -> None:
     """Raise InvalidRequestError unless an argument can be called."""
     if not callable(value):
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected a function.", param=name)
+        raise wrong_value(name, value, "a function")
 
 
 def check_switch(name: str, value: object) -> None:
     """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
     if type(value) is not bool:
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
+        raise wrong_value(name, value, "True or False")
 
 
 def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from .database import Database, reported
-from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError, StorageFullError
+from .errors import (
+    ConversationNotFoundError,
+    HistoryError,
+    InvalidRequestError,
+    StorageFullError,
+    wrong_value,
+)
 from .files import data_folder
 
 PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
@@ -359,9 +365,7 @@ class History:
             StorageFullError: the disk is full, or the owner has more text than MAX_TEXT_BYTES.
         """
         if message.role not in ROLES:
-            raise InvalidRequestError(
-                f"role is {message.role!r}; expected one of {', '.join(ROLES)}.", param="role"
-            )
+            raise wrong_value("role", message.role, f"one of {', '.join(ROLES)}")
         _check_id(message.id)
         now_s = time.time()
         details, urls = _apart(message.details)

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .core import FinishReason, SamplingParams, TokenLogprobs
-from .errors import InvalidRequestError, shown
+from .errors import wrong_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -378,8 +378,6 @@ def ranked(
         InvalidRequestError: `top_n` is no number of documents.
     """
     if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidRequestError(
-            f"top_n is {shown(top_n)}; expected a number of documents.", param="top_n"
-        )
+        raise wrong_value("top_n", top_n, "a number of documents")
     order = sorted(range(len(documents)), key=lambda i: -scores[i])
     return [Ranked(i, float(scores[i]), documents[i]) for i in order[:top_n]]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar, Unpack
 
 from .core import LEAST_SEED, MOST_SEED, NO_SEED, FinishReason, SamplingParams, later_seed
-from .errors import InvalidRequestError, PartNotFoundError, check_int, shown
+from .errors import InvalidRequestError, PartNotFoundError, check_int, shown, wrong_value
 from .files import open_lines
 from .outputs import Delta, Result, Results, ToolCall
 from .progress import Watch
@@ -352,9 +352,8 @@ def _form(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if schema is None:
         return {}
     if options.get("response_format") is not None:
-        raise InvalidRequestError(
-            "schema and response_format are both given; a part has one form: leave one out.",
-            param="schema",
+        raise InvalidRequestError.of(
+            "schema", "and response_format are both given; a part has one form: leave one out."
         )
     return {
         "response_format": {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
@@ -448,10 +447,7 @@ def _texts(choices: Iterable[str]) -> list[str]:
     is_many = isinstance(choices, Iterable) and not isinstance(choices, (str, bytes))
     texts = list(choices) if is_many else []
     if not texts or not all(isinstance(text, str) for text in texts) or len({*texts}) < len(texts):
-        raise InvalidRequestError(
-            f"choices is {shown(texts or choices)}; expected a list of different texts.",
-            param="choices",
-        )
+        raise wrong_value("choices", texts or choices, "a list of different texts")
     return texts
 
 

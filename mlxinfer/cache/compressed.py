@@ -230,9 +230,8 @@ class CompressedChoice:
         for first in range(place.rows.start, place.rows.stop, block):
             rows = slice(first, min(first + block, place.rows.stop))
             positions, block_queries = place.positions(rows), queries[rows].swapaxes(0, 1)[None]
-            block_queries = (
-                mx.depends(block_queries, outputs[-1]) if outputs else block_queries
-            )  # one block's scores only
+            if outputs:  # one block's scores only
+                block_queries = mx.depends(block_queries, outputs[-1])
             low = max(place.start + first - place.rows.start - window + 1, near.first) - near.first
             high = place.start + rows.stop - place.rows.start - near.first
             tokens = mx.arange(near.first + low, near.first + high)

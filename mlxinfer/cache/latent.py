@@ -303,9 +303,8 @@ class RankedLayer(LatentLayer):
                 chunk = slice(first, min(first + block, rows.stop))
                 block_queries = queries[chunk].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
                 if outputs:
-                    block_queries = mx.depends(
-                        block_queries, outputs[-1]
-                    )  # one block's scores at a time
+                    # one block's scores at a time
+                    block_queries = mx.depends(block_queries, outputs[-1])
                 if keys:
                     position = place.start + first - rows.start
                     places = mx.arange(len(vectors))

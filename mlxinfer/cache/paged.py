@@ -459,9 +459,8 @@ class PagedLayer:
         `before`: the page slot of the token that stands a page before each; negative: none does.
         """
         for plane in self.planes:
-            taken = [
-                tails[slots, :, offsets] for tails in plane.own_tails(self.page_size)
-            ]  # (N, H, W)
+            # (N, H, W)
+            taken = [tails[slots, :, offsets] for tails in plane.own_tails(self.page_size)]
             for pages, part in zip(plane.pages, taken, strict=True):
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
 

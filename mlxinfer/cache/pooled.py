@@ -71,9 +71,8 @@ class BlocksLayer(IndexLayer):
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
         """See `PagedLayer`; raises InvalidRequestError: pages do not hold whole blocks."""
         if page_size % self.spec.unit:
-            raise InvalidRequestError(
-                f"page_size is {page_size}; this model needs a multiple of {self.spec.unit}.",
-                param="page_size",
+            raise InvalidRequestError.of(
+                "page_size", f"is {page_size}; this model needs a multiple of {self.spec.unit}."
             )
         super().allocate(page_size, num_pages, num_slots)
 

@@ -17,7 +17,7 @@ from ._output import printable, styled
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
-    from rich.console import Console, ConsoleOptions
+    from rich.console import Console
     from rich.live import Live
     from rich.markdown import Markdown
     from rich.segment import Segment
@@ -105,7 +105,9 @@ class MarkdownStream:
             lines.pop()
         while lines and _is_blank(lines[0]):
             del lines[0]
-        self._console.print(_Lines([*lines, []]), end="")
+        from rich.segment import SegmentLines
+
+        self._console.print(SegmentLines([*lines, []], new_lines=True), end="")
 
     def _draw(self) -> None:
         """Draw the open block, or only its end where it is taller than the screen."""
@@ -113,12 +115,13 @@ class MarkdownStream:
         if not self._open.strip() or now - self._drawn_s < FRAME_S:
             return
         from rich.live import Live
+        from rich.segment import SegmentLines
 
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         lines = self._lines(self._open)[-max(1, self._console.height - 2) :]
-        self._live.update(_Lines(lines), refresh=True)
+        self._live.update(SegmentLines(lines, new_lines=True), refresh=True)
         self._drawn_s = now
 
     def _lines(self, text: str) -> "list[list[Segment]]":
@@ -170,18 +173,6 @@ class PlainStream:
 
 def _is_blank(line: "list[Segment]") -> bool:
     return not "".join(segment.text for segment in line).strip()
-
-
-class _Lines:
-    def __init__(self, lines: "list[list[Segment]]") -> None:
-        self._lines = lines
-
-    def __rich_console__(self, _: "Console", __: "ConsoleOptions") -> "Iterator[Segment]":
-        from rich.segment import Segment
-
-        for line in self._lines:
-            yield from line
-            yield Segment.line()
 
 
 # -- until the first word -------------------------------------------------------------------------

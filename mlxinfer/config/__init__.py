@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core import MAX_COUNT
-from ..errors import InvalidRequestError, check_int, shown
+from ..errors import InvalidRequestError, check_int, shown, wrong_value
 
 KV_BITS = (8, 4)  # of stored keys and values; each names a format in `metal_kernels.stored`
 MAX_IMAGE_TOKENS = 2560  # of a picture, unless a caller says otherwise
@@ -32,9 +32,8 @@ class KVOptions:
             check_int("kv_window", self.window, low=1, high=MAX_COUNT)
         check_int("kv_sinks", self.sinks, low=0, high=MAX_COUNT)
         if self.sinks and self.window is None:
-            raise InvalidRequestError(
-                "kv_sinks goes with kv_window: without a window every position stays visible.",
-                param="kv_sinks",
+            raise InvalidRequestError.of(
+                "kv_sinks", "goes with kv_window: without a window every position stays visible."
             )
 
     @classmethod
@@ -46,11 +45,8 @@ class KVOptions:
         if len(pair) != 2 or any(
             b is not None and (type(b) is not int or b not in KV_BITS) for b in pair
         ):
-            raise InvalidRequestError(
-                f"kv_bits is {shown(bits)}; expected None, {', '.join(map(str, KV_BITS))} or a "
-                "pair of these, such as (8, 4): keys, then values.",
-                param="kv_bits",
-            )
+            known = f"None, {', '.join(map(str, KV_BITS))} or a pair of these"
+            raise wrong_value("kv_bits", bits, f"{known}, such as (8, 4): keys, then values")
         return cls(bits=(pair[0], pair[1]), window=window, sinks=sinks)
 
 
@@ -90,11 +86,7 @@ class PeerOptions:
                     param=name,
                 )
             if url is not None and not re.fullmatch(r"https?://[^/?#\s]+/?", str(url)):
-                raise InvalidRequestError(
-                    f"{name} is {shown(url)}; expected an address such as "
-                    "'http://studio-2.local:8080'.",
-                    param=name,
-                )
+                raise wrong_value(name, url, "an address such as 'http://studio-2.local:8080'")
 
 
 def default_disk_folder() -> Path:

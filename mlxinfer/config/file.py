@@ -44,9 +44,8 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     pin: bool = False
     ttl_s: float | None = None  # None: the server's own
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of its engine, as on the command line
+    # of its engine, as on the command line
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

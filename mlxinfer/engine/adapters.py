@@ -139,9 +139,8 @@ class AdapterTable:
         for adapter in list(self._in_use.values()):
             self._loaded.remove(adapter.number)
         self._in_use, self._by_name = {}, {}
-        self._others = (
-            FollowerAdapters()
-        )  # a load that ends later is none of the model that they have then
+        # a load that ends later is none of the model that they have then
+        self._others = FollowerAdapters()
 
     def stats(self) -> list[dict[str, object]]:
         return [

@@ -53,9 +53,8 @@ def check_schema(schema: Any, *, place: str, strict: bool = False) -> None:
         strict: bounds have to be exact, too; else answers are checked against them.
     """
     if not isinstance(schema, (Mapping, bool)):
-        raise InvalidRequestError(
-            f"{place} has to be a JSON schema, an object; it is {type(schema).__name__}.",
-            param=place,
+        raise InvalidRequestError.of(
+            place, f"has to be a JSON schema, an object; it is {type(schema).__name__}."
         )
     _check_size(schema, place)
     _check_values(schema, place, strict=strict)
@@ -82,9 +81,7 @@ def _check_size(schema: Any, place: str) -> None:
         _check_values(schema, place)  # it may know where
         raise InvalidRequestError(f"{place} is not JSON: {error}.", param=place) from None
     if size > MAX_BYTES:
-        raise InvalidRequestError(
-            f"{place} has {size} bytes; at most {MAX_BYTES} are accepted.", param=place
-        )
+        raise InvalidRequestError.of(place, f"has {size} bytes; at most {MAX_BYTES} are accepted.")
 
 
 def at(place: str, pointer: str, problem: str) -> InvalidRequestError:

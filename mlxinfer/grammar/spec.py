@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import InvalidRequestError, shown
+from ..errors import InvalidRequestError, wrong_value
 from .references import resolved
 from .relaxed import Unenforced, any_of, relaxed, require_checkable
 from .schema import MAX_STRING, check_schema, mapped, readable, rewrite
@@ -149,9 +149,7 @@ def regex(pattern: Any, *, place: str = "regex") -> GrammarSpec:
 
 def choice(choices: Any, *, place: str = "choice") -> GrammarSpec:
     if not isinstance(choices, (list, tuple)) or not 0 < len(choices) <= MAX_CHOICES:
-        raise InvalidRequestError(
-            f"{place} has to be a list of 1 to {MAX_CHOICES} strings.", param=place
-        )
+        raise InvalidRequestError.of(place, f"has to be a list of 1 to {MAX_CHOICES} strings.")
     for number, text in enumerate(choices):
         _check_text(text, MAX_STRING, f"{place}[{number}]")
     # one terminal: as many alternatives of a rule are as many items of the parser
@@ -222,10 +220,7 @@ def _checked_options(value: Any, place: str) -> dict[str, Any]:
                 param=place,
             )
         if not isinstance(option, kind) or (isinstance(option, str) and len(option) > MAX_OPTION):
-            raise InvalidRequestError(
-                f"{place}.{OPTIONS_KEY}.{key} is {shown(option)}; expected {kind.__name__}.",
-                param=place,
-            )
+            raise wrong_value(f"{place}.{OPTIONS_KEY}.{key}", option, kind.__name__, place)
     flexible = value.get("whitespace_flexible")
     spacing = {} if flexible is None else {"whitespace_pattern": None}
     return {**spacing, **value}
@@ -282,11 +277,8 @@ def response_format(value: Any, *, place: str = "response_format") -> GrammarSpe
     if isinstance(kind, str) and kind in _PLAIN:
         _only(value, {"type", kind}, place)
         return _PLAIN[kind](value.get(kind), place=f"{place}.{kind}")
-    raise InvalidRequestError(
-        f'{place} is {shown(value)}; expected {{"type": ...}} with one of text, json_object, '
-        f"json_schema, {', '.join(_PLAIN)}.",
-        param=place,
-    )
+    kinds = ("text", "json_object", "json_schema", *_PLAIN)
+    raise wrong_value(place, value, f'{{"type": ...}} with one of {", ".join(kinds)}')
 
 
 _PLAIN: dict[str, Callable[..., GrammarSpec]] = {"regex": regex, "choice": choice, "grammar": lark}

@@ -220,9 +220,8 @@ def _from_array(array: "np.ndarray[Any, Any]", place: str) -> "Image":
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
     if 0 in array.shape or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
-        raise PictureError(
-            f"{place} is an array of {array.shape}; expected (H, W), (H, W, 3) or (H, W, 4).",
-            param=place,
+        raise PictureError.of(
+            place, f"is an array of {array.shape}; expected (H, W), (H, W, 3) or (H, W, 4)."
         )
     if np.issubdtype(array.dtype, np.floating):
         array = array * 255
@@ -275,6 +274,4 @@ def _too_large(width: int, height: int, place: str) -> PictureError:
 
 
 def _too_heavy(size: int, place: str) -> PictureError:
-    return PictureError(
-        f"{place} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read.", param=place
-    )
+    return PictureError.of(place, f"has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read.")

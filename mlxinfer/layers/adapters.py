@@ -335,9 +335,8 @@ class Stack:
         if self.outputs.joined:
             return low @ self.b[place]
         count = len(self.outputs.part_of_piece)
-        by_output = mx.unflatten(low, -1, (len(self.outputs.widths), -1)).swapaxes(
-            0, 1
-        )  # (P, m, R)
+        # (P, m, R)
+        by_output = mx.unflatten(low, -1, (len(self.outputs.widths), -1)).swapaxes(0, 1)
         pieces = by_output[self._part_of_piece] @ self.b[place * count : (place + 1) * count]
         return pieces.swapaxes(0, 1).flatten(1)  # of (M, m, D)
 

@@ -54,9 +54,7 @@ class GatedDeltaNet(RecurrentMixer):
     ) -> None:
         heads, value_dim, key_dim = spec.shapes[1][0]
         channels, inner = conv.weight.shape[0], heads * value_dim
-        per_channel = (
-            len(log_rate) > heads
-        )  # see `KimiDelta`, with gates and time steps of their own
+        per_channel = len(log_rate) > heads  # `KimiDelta`, with gates and time steps of its own
         strengths_at = channels if per_channel else channels + inner
         delta = DeltaStep(
             key_heads=(channels - inner) // (2 * key_dim),

@@ -87,9 +87,8 @@ class LatentAttention(Mixer):
         for part in self.q_projs[:-1]:
             queries = part(queries)
         chosen = self.more(x, queries, step)
-        queries = self.q_projs[-1](queries).reshape(
-            x.shape[0], self.num_heads, -1
-        )  # (T, H, dn + dr)
+        # (T, H, dn + dr)
+        queries = self.q_projs[-1](queries).reshape(x.shape[0], self.num_heads, -1)
         if self.query_scale is not None:
             queries = self.query_scale(queries, step.prepared[self.query_scale])
         q_nope, q_rope = mx.split(queries, [queries.shape[-1] - self.spec.rope_dim], axis=-1)

@@ -11,7 +11,7 @@ import resource
 import sys
 from pathlib import Path
 
-from ..errors import InvalidRequestError, shown
+from ..errors import InvalidRequestError, shown, wrong_value
 
 _NAMES = ("B", "kB", "MB", "GB", "TB")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -38,11 +38,7 @@ def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
         scale = 1024 ** " kmgt".index(unit or " ") if binary else _UNITS[unit]
         number = float(match[1]) * scale
     if not 1 <= number < 2**63:
-        raise InvalidRequestError(
-            f"{param} is {shown(size)}; expected a number of bytes above 0, or a size such as "
-            "'8GB'.",
-            param=param,
-        )
+        raise wrong_value(param, size, "a number of bytes above 0, or a size such as '8GB'")
     return int(number)
 
 

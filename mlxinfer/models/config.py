@@ -350,9 +350,8 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
     stated = _stated(config, layer_type)
     kind = stated.text("rope_type", "type", default="default")
     alpha = stated.number("alpha", above=0.0, high=1e9, default=None)
-    raised = (
-        kind in ("dynamic", "xdrope") and alpha is not None and head_dim > 2
-    )  # Hunyuan: for good
+    # Hunyuan: for good
+    raised = kind in ("dynamic", "xdrope") and alpha is not None and head_dim > 2
     if kind not in _KINDS and not raised:
         raise UnsupportedModelError(
             f"rope_type in {stated.where} is {kind!r}; supported are {', '.join(_KINDS)}."

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError, shown
+from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError, shown, wrong_value
 from ..models.jsonfields import Fields, read_json, read_list
 from ..models.registry import is_encoder
 
@@ -124,9 +124,7 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
         UnsupportedModelError: a module or a head that is not known here, or none for the task.
     """
     if task not in ("auto", *Task):
-        raise InvalidRequestError(
-            f"task is {shown(task)}; expected auto, {', '.join(Task)}.", param="task"
-        )
+        raise wrong_value("task", task, f"auto, {', '.join(Task)}")
     config = _fields(folder / "config.json")
     modules = _modules(folder)
     kind = _task(config, modules, (name, str(folder.resolve()))) if task == "auto" else Task(task)

@@ -60,7 +60,7 @@ class Pooler:
             skipped = num_prompt[row : row + group.count]
             row += group.count
             pooled.append(self._of_group(states, skipped))
-        vectors = pooled[0] if len(pooled) == 1 else mx.concatenate(pooled)
+        vectors = mx.concatenate(pooled)
         for module in self.behind:
             vectors = module(vectors)
         return vectors
@@ -72,7 +72,7 @@ class Pooler:
             pooled = [self._of_group(states[i : i + 1], skipped[i : i + 1]) for i in count]
             return mx.concatenate(pooled)
         vectors = [mode(states, min(skipped[0], states.shape[1] - 1)) for mode in self._modes]
-        return vectors[0] if len(vectors) == 1 else mx.concatenate(vectors, axis=-1)
+        return mx.concatenate(vectors, axis=-1)
 
 
 def _scaled_sum(states: mx.array, skipped: int) -> mx.array:

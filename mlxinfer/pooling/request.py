@@ -69,9 +69,7 @@ class PoolingLimits:
             raise InvalidRequestError("input is empty; give at least one text.", param="input")
         for index, row in enumerate(request.rows):
             if not row.ids:
-                raise InvalidRequestError(
-                    f"input {index} has no tokens; give at least one.", param="input"
-                )
+                raise InvalidRequestError.of("input", f"{index} has no tokens; give at least one.")
             check_token_ids(row.ids, self.vocab_size, param="input")
             self._check_types(index, row)
             if len(row.ids) > self.max_context:

@@ -119,7 +119,7 @@ class SegmentAttention:
         assert self._stored is not None
         keys, values = self._stored
         outputs = [self._of_group(group, queries, keys, values, softmax) for group in self._groups]
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return mx.concatenate(outputs)
 
     def _of_group(
         self, group: RowGroup, queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax
@@ -152,8 +152,8 @@ class SegmentAttention:
                         mask,
                     )
                 )
-            parts.append(blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2))
-        attended = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+            parts.append(mx.concatenate(blocks, axis=2))
+        attended = mx.concatenate(parts)
         return attended.swapaxes(1, 2).reshape(count * group.length, -1)
 
 
@@ -197,7 +197,7 @@ class SegmentStates:
             read = partial(self._zeros, group.count)
             y, _ = advance([group.of(x) for x in rows], read, _no_places)
             flat.append(y.flatten(0, 1))
-        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        return mx.concatenate(flat)
 
     def _zeros(self, count: int) -> tuple[Arrays, None]:
         """The states before the first tokens of `count` rows, all of which count."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core import MAX_COUNT
-from ..errors import InvalidRequestError, RanksFailedError, check_int, check_switch
+from ..errors import InvalidRequestError, RanksFailedError, check_int, check_switch, wrong_value
 
 RING_PORT = 32323  # of the first rank; as mlx.launch has it
 CONTROL_PORT = 32300
@@ -88,9 +88,7 @@ def read_hosts(path: Path, rank: int | None) -> Place:
             )
         (rank,) = here
     if not 0 <= rank < len(ring):
-        raise InvalidRequestError(
-            f"rank is {rank}; {path} has {len(ring)} hosts, from 0.", param="rank"
-        )
+        raise InvalidRequestError.of("rank", f"is {rank}; {path} has {len(ring)} hosts, from 0.")
     return Place(rank, len(ring), ring, _control(ring[0][0].rpartition(":")[0]))
 
 
@@ -170,7 +168,7 @@ def _address(stated: str, where: str, default_port: int) -> tuple[str, int]:
 def _number(environ: Mapping[str, str], name: str) -> int:
     stated = environ.get(name, "")
     if not (stated.isascii() and stated.isdigit()):
-        raise InvalidRequestError(f"{name} is {stated!r}; expected a number.", param="rank")
+        raise wrong_value(name, stated, "a number", "rank")
     return int(stated)
 
 
@@ -222,9 +220,7 @@ class RankOptions:
     def __post_init__(self) -> None:
         check_int("ranks", self.ranks, low=1, high=MAX_COUNT)
         if self.ranks > MAX_RANKS:
-            raise InvalidRequestError(
-                f"ranks is {self.ranks}; expected {MAX_RANKS} at most.", param="ranks"
-            )
+            raise wrong_value("ranks", self.ranks, f"{MAX_RANKS} at most")
         if self.rank is not None and self.hostfile is None:
             raise InvalidRequestError("rank goes with hostfile.", param="rank")
         check_switch("pipeline", self.pipeline)
@@ -235,10 +231,7 @@ class RankOptions:
                 param="pipeline",
             )
         if not self.rank_deadline > 0:
-            raise InvalidRequestError(
-                f"rank_deadline is {self.rank_deadline}; expected seconds above 0.",
-                param="rank_deadline",
-            )
+            raise wrong_value("rank_deadline", self.rank_deadline, "seconds above 0")
 
     @property
     def is_alone(self) -> bool:

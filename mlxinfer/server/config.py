@@ -4,7 +4,7 @@ import ipaddress
 import re
 from dataclasses import dataclass, field
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, wrong_value
 from .keys import ApiKeys
 
 HOST_NAME = r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)"  # of a Host header in lower case, without its port
@@ -81,9 +81,7 @@ class ServerConfig:
             name = option.strip("-").replace("-", "_") + "s"
             for value in getattr(self, name):
                 if not re.fullmatch(form, value, re.IGNORECASE):
-                    raise InvalidRequestError(
-                        f"{option} is {value!r}; expected {expected}.", param=name
-                    )
+                    raise wrong_value(option, value, expected, name)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidRequestError("--tls-cert and --tls-key go together.", param="tls_cert")
         if not (self.loopback or self.keys or self.insecure):

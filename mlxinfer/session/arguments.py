@@ -5,7 +5,7 @@ from numbers import Integral
 from typing import Any
 
 from ..core import SamplingParams, SamplingValues
-from ..errors import InvalidRequestError, check_names, shown
+from ..errors import InvalidRequestError, check_names, wrong_value
 from .inputs import ENDS, ChatInput, Message, PromptLike, ResponseFormat, TextInput, check_sequence
 
 
@@ -103,11 +103,7 @@ def one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list
     if given is None or isinstance(given, kind):
         return [given] * count
     if not isinstance(given, list | tuple):
-        raise InvalidRequestError(
-            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
-            "each.",
-            param=name,
-        )
+        raise wrong_value(name, given, f"{wanted} for all prompts, or a list with one for each")
     if len(given) != count:
         raise InvalidRequestError(
             f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
@@ -128,9 +124,7 @@ def with_images(messages: Sequence[Message], images: object, videos: object = ()
     for name, given in (("images", images), ("videos", videos)):
         if not isinstance(given, list | tuple):
             expected = "pictures" if name == "images" else "videos, each a file or a list of frames"
-            raise InvalidRequestError(
-                f"{name} is {shown(given)}; expected a list of {expected}.", param=name
-            )
+            raise wrong_value(name, given, f"a list of {expected}")
     assert isinstance(images, list | tuple)
     assert isinstance(videos, list | tuple)
     seen = list(messages)

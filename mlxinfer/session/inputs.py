@@ -13,7 +13,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 from ..core import SamplingParams, later_seed
-from ..errors import InvalidRequestError, check_switch, shown
+from ..errors import InvalidRequestError, check_switch, wrong_value
 from ..fair import NOBODY, Tenant
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ class Input(ABC):
 
     def __post_init__(self) -> None:
         if self.params is not None and not isinstance(self.params, SamplingParams):
-            raise InvalidRequestError(
-                f"params is {shown(self.params)}; expected SamplingParams(...).", param="params"
-            )
+            raise wrong_value("params", self.params, "SamplingParams(...)")
 
     @abstractmethod
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
@@ -193,9 +191,8 @@ class ChatInput(Input):
         if self.template_variables:
             _check_variables(self.template_variables)
         if self.continues and self.begins:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other.",
-                param="continue_final_message",
+            raise InvalidRequestError.of(
+                "continue_final_message", "and add_generation_prompt exclude each other."
             )
 
     @property
@@ -271,14 +268,10 @@ class TextInput(Input):
 
 def _check_variables(variables: object) -> None:
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise InvalidRequestError(
-            f"chat_template_kwargs is {shown(variables)}; expected {{name: value}}.",
-            param="chat_template_kwargs",
-        )
+        raise wrong_value("chat_template_kwargs", variables, "{name: value}")
     if taken := {"messages", "tools", *ENDS}.intersection(variables):
-        raise InvalidRequestError(
-            f"chat_template_kwargs holds {taken.pop()!r}, which is an argument of its own.",
-            param="chat_template_kwargs",
+        raise InvalidRequestError.of(
+            "chat_template_kwargs", f"holds {taken.pop()!r}, which is an argument of its own."
         )
 
 
@@ -360,11 +353,9 @@ class ScoreInput:
         cls, query: str, documents: Sequence[str], instruction: str | None, truncate: int | bool
     ) -> Self:
         if not isinstance(query, str):
-            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
+            raise wrong_value("query", query, "a text")
         if isinstance(documents, str):
-            raise InvalidRequestError(
-                "documents is a text; expected a list of them.", param="documents"
-            )
+            raise InvalidRequestError.of("documents", "is a text; expected a list of them.")
         return cls(
             first=[query],
             second=documents,
@@ -382,9 +373,7 @@ class ScoreInput:
 
 def check_list(name: str, given: object) -> None:
     if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
-        raise InvalidRequestError(
-            f"{name} is {shown(given)}; expected a text, or a list with at least one.", param=name
-        )
+        raise wrong_value(name, given, "a text, or a list with at least one")
 
 
 def _as_list(given: str | Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from ..errors import (
     UnsupportedModelError,
     check_token_ids,
     shown,
+    wrong_value,
 )
 from ..pooling.config import Head, PoolingConfig
 from ..pooling.request import TokenRow
@@ -269,10 +270,7 @@ class RowBuilder:
         if isinstance(truncate, bool):
             return self.max_context
         if type(truncate) is not int or truncate < 1:
-            raise InvalidRequestError(
-                f"truncate is {shown(truncate)}; expected a number of tokens, True or False.",
-                param="truncate",
-            )
+            raise wrong_value("truncate", truncate, "a number of tokens, True or False")
         return min(truncate, self.max_context)
 
     def _judged(self, bodies: Sequence[str], limit: int, cut: bool, param: str) -> list[TokenRow]:
@@ -338,9 +336,7 @@ class RowBuilder:
 
     def _ids(self, ids: Any, what: str, param: str) -> list[int]:
         if isinstance(ids, bytes) or not isinstance(ids, Sequence) or not ids:
-            raise InvalidRequestError(
-                f"{what} is {shown(ids)}; expected a text or a list of token ids.", param=param
-            )
+            raise wrong_value(what, ids, "a text or a list of token ids", param)
         check_token_ids(ids, self.tokenizer.vocab_size, param=param)
         return list(ids)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..backend import limit_memory, require_mlx
 from ..core import FinishReason, TokenEvent
-from ..errors import EngineClosedError, InvalidRequestError, shown
+from ..errors import EngineClosedError, InvalidRequestError, wrong_value
 from ..models import Watch, stoppable
 from ..pooling.config import NORMALISE, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
@@ -200,10 +200,7 @@ class PoolingSession(LocalSession):
         if dimensions is None:
             return
         if type(dimensions) is not int or not 1 <= dimensions <= most:
-            raise InvalidRequestError(
-                f"dimensions is {shown(dimensions)}; expected a number from 1 to {most}.",
-                param="dimensions",
-            )
+            raise wrong_value("dimensions", dimensions, f"a number from 1 to {most}")
         if lengths and dimensions not in (*lengths, most):
             raise InvalidRequestError(
                 f"dimensions is {dimensions}; this model was trained for "

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import MAX_COUNT
-from ..errors import InvalidRequestError, check_int, shown
+from ..errors import InvalidRequestError, check_int, wrong_value
 from ..models.jsonfields import read_json
 
 METHODS = ("auto", "off", "ngram", "draft", "mtp", "eagle", "dflash")
@@ -86,4 +86,4 @@ def kind_of(folder: Path) -> str:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected {listed}.", param=name)
+        raise wrong_value(name, value, listed)

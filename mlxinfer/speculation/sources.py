@@ -61,9 +61,8 @@ def open_speculation(
     """
     reason = model.lacks.get("speculation")
     if reason is not None and options.method not in ("auto", "off"):
-        raise InvalidRequestError(
-            f"speculate is {options.method!r}, and this model takes no proposals: {reason}",
-            param="speculate",
+        raise InvalidRequestError.of(
+            "speculate", f"is {options.method!r}, and this model takes no proposals: {reason}"
         )
     if options.is_off or reason is not None:
         return config, None

@@ -176,9 +176,7 @@ def _is_header(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> bool:
     """Whether the token at `place` begins a message, rather than the prompt, or ends a message."""
     if place < 0 or ids[place] in tokenizer.eos_token_ids:
         return False
-    is_bos = (
-        ids[place] == tokenizer.bos_token_id
-    )  # templates also write it through the variable bos_token
+    is_bos = ids[place] == tokenizer.bos_token_id  # which templates also write as a variable
     return not is_bos or (place > 0 and _writes(tokenizer, tokenizer.added_tokens[ids[place]]))
 
 

@@ -163,9 +163,7 @@ def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
                 f"{folder} holds no model; expected config.json, tokenizer.json and safetensors."
             )
         raise CheckpointError(f"{folder} has no tokenizer; add the model's tokenizer.json.")
-    os.environ.setdefault(
-        "TRANSFORMERS_VERBOSITY", "error"
-    )  # else it warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it warns: PyTorch is missing
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -245,9 +243,7 @@ class Tokenizer:
         files = files or TokenizerFiles()
         self._backend = backend
         self.id_to_piece = backend.id_to_token
-        self._literal: tokenizers.Tokenizer | None = (
-            None  # matches no special tokens; made on demand
-        )
+        self._literal: tokenizers.Tokenizer | None = None  # matches no special tokens; made late
         self._lock = threading.Lock()  # held while it is made
         _add_missing_tokens(backend, files)
         backend.encode_special_tokens = False

@@ -111,9 +111,8 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
         seen = keys[None, head // shared, None], values[None, head // shared, None]
         for start in range(0, count, block):
             block_queries = queries[None, head, None, start : start + block]
-            block_queries = (
-                mx.depends(block_queries, attended[-1]) if attended else block_queries
-            )  # scores of one block at a time
+            if attended:  # scores of one block at a time
+                block_queries = mx.depends(block_queries, attended[-1])
             attended.append(mx.fast.scaled_dot_product_attention(block_queries, *seen, scale=scale))
     return mx.concatenate(attended, axis=2).reshape(heads, count, dim)
 

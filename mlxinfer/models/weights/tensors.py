@@ -20,7 +20,7 @@ from typing import TypeGuard
 
 import mlx.core as mx
 
-from ...errors import CheckpointError, InvalidRequestError, shown
+from ...errors import CheckpointError, wrong_value
 from .files import Span, TensorInfo, WeightFile, new_pool, open_weights
 
 CHUNK_BYTES = 2 << 20  # of one task: few calls, and enough for all threads in one matrix
@@ -345,9 +345,7 @@ def choose_dtype(
     """
     if dtype != "auto":
         if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise InvalidRequestError(
-                f"dtype is {shown(dtype)}; expected auto, {', '.join(_DTYPES)}.", param="dtype"
-            )
+            raise wrong_value("dtype", dtype, f"auto, {', '.join(_DTYPES)}")
         return _DTYPES[dtype]
     if not mx.metal.is_available():
         return mx.float32

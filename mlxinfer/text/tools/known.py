@@ -9,7 +9,7 @@ several fine-tuned models.
 
 import re
 
-from ...errors import InvalidRequestError, TemplateError
+from ...errors import TemplateError, wrong_value
 from ..reader import Malformed, Parse, TextReader
 from ..splitters import BLOCK_END, CALL_BLOCK, MODEL_BLOCK
 from ..template import ChatTemplate
@@ -180,9 +180,7 @@ def tool_format(name: str) -> ToolFormat:
     """Return the format of this name. Raises InvalidRequestError: there is none."""
     if name not in _BY_NAME:
         names = ", ".join(sorted(_BY_NAME))
-        raise InvalidRequestError(
-            f"tool_format is {name!r}; expected auto, {names}.", param="tool_format"
-        )
+        raise wrong_value("tool_format", name, f"auto, {names}")
     return _BY_NAME[name]
 
 

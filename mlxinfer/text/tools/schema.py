@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any
 from urllib.parse import unquote
 
-from ...errors import InvalidRequestError, shown
+from ...errors import InvalidRequestError, shown, wrong_value
 from .values import python_to_json, without_halves
 
 Schema = Mapping[str, Any]
@@ -287,7 +287,7 @@ class Toolbox:
 def _parse(tool: object, place: int) -> Tool:
     where = f"tools[{place}]"
     if not isinstance(tool, Mapping):
-        raise InvalidRequestError(f"{where} is {shown(tool)}; expected an object.", param="tools")
+        raise wrong_value(where, tool, "an object", "tools")
     if tool.get("type", "function") != "function":
         raise InvalidRequestError(
             f"{where} has the type {shown(tool['type'])}; only tools of type 'function' are known.",

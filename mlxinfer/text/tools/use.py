@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from ...errors import InvalidRequestError, shown
+from ...errors import InvalidRequestError, shown, wrong_value
 from ..reasoning import ReasoningFormat, answer_begun
 from ..tokenizer import Tokenizer
 from .format import ToolFormat, ToolParser
@@ -45,9 +45,7 @@ class ToolUse:
                 or {"type": "function", "function": {"name": ...}}.
         """
         if not isinstance(tools, (Sequence, NoneType)):  # an iterator could be read only once
-            raise InvalidRequestError(
-                f"tools is {shown(tools)}; expected a list of tools.", param="tools"
-            )
+            raise wrong_value("tools", tools, "a list of tools")
         if not tools and choice in (None, "auto", "none"):
             return None
         toolbox = Toolbox.of(tools or ())
@@ -90,11 +88,8 @@ def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | Non
         function = choice.get("function", choice)
         only = function.get("name") if isinstance(function, Mapping) else None
     if choice != "required" and not isinstance(only, str):
-        raise InvalidRequestError(
-            f"tool_choice is {shown(choice)}; expected 'auto', 'none', 'required' or "
-            '{"type": "function", "function": {"name": ...}}.',
-            param="tool_choice",
-        )
+        known = """'auto', 'none', 'required' or {"type": "function", "function": {"name": ...}}"""
+        raise wrong_value("tool_choice", choice, known)
     if not len(tools):
         raise InvalidRequestError(
             "tool_choice demands a call, but there are no tools.", param="tools"

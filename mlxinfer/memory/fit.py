@@ -1,5 +1,6 @@
 """Whether a model fits this machine, and at which context: from sizes alone, before a download."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -321,11 +322,6 @@ def longest_context(
 
     `most`: see `kv_bytes`.
     """
-    low, high = 0, config.max_context
-    while low < high:
-        middle = (low + high + 1) // 2
-        if weights_bytes + kv_bytes(config, middle, bits, most) <= limit_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    room = limit_bytes - weights_bytes
+    lengths = range(1, config.max_context + 1)
+    return bisect_right(lengths, room, key=lambda length: kv_bytes(config, length, bits, most))

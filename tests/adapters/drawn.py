@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from models.tiny import arrays_in, config_of, write
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
@@ -125,30 +126,22 @@ def write_folder(
 
 def merge(base: Path, drawn: Drawn, out: Path) -> Path:
     """The checkpoint with the adapter merged into its dense matrices; quantised ones become so."""
-    tensors = dict(mx.load(str(base / "model.safetensors")))
-    config = json.loads((base / "config.json").read_text())
-    quantization = config.pop("quantization", None)
-    for path in [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]:
-        parts = [tensors.pop(f"{path}.{part}", None) for part in ("weight", "scales", "biases")]
-        how = quantization.get(path, quantization)
-        form = (how["group_size"], how["bits"], how.get("mode", "affine"))
-        tensors[f"{path}.weight"] = mx.dequantize(*parts, *form)
+    tensors = dense_tensors(base)
+    config = config_of(base)
+    config.pop("quantization", None)
     for path in drawn.a:
         plain = np.array(tensors[f"{path}.weight"].astype(mx.float32))
         tensors[f"{path}.weight"] = mx.array(drawn.merged(path, plain))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(out / "model.safetensors"), tensors)
-    return out
+    return write(out, config, tensors)
 
 
 def dense_tensors(base: Path) -> dict[str, mx.array]:
     """The tensors of a checkpoint, quantised matrices as numbers."""
-    tensors = dict(mx.load(str(base / "model.safetensors")))
-    config = json.loads((base / "config.json").read_text())
-    how = config.get("quantization")
+    tensors = arrays_in(base)
+    stated = config_of(base).get("quantization")
     for path in [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]:
         parts = [tensors.pop(f"{path}.{part}", None) for part in ("weight", "scales", "biases")]
+        how = stated.get(path, stated)
         form = (how["group_size"], how["bits"], how.get("mode", "affine"))
         tensors[f"{path}.weight"] = mx.dequantize(*parts, *form)
     return tensors

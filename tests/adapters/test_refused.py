@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from adapters.drawn import Drawn, dense_tensors, draw, write_mlx, write_peft
 from engine.harness import Harness, prompt
-from models.tiny import tiny_checkpoint
+from models.tiny import arrays_in, config_of, tiny_checkpoint
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError, InvalidRequestError, ModelError
@@ -136,9 +136,8 @@ def test_pickles_are_never_opened(tmp_path: Path, tensors: dict[str, mx.array]) 
 
 def test_what_no_adapter_can_change_is_named(tmp_path: Path, tensors: dict[str, mx.array]) -> None:
     tied = Path(tiny_checkpoint(tmp_path / "tied", CASE))
-    config = json.loads((tied / "config.json").read_text())
-    (tied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    arrays = dict(mx.load(str(tied / "model.safetensors")))
+    config_of(tied, tie_word_embeddings=True)
+    arrays = arrays_in(tied)
     arrays.pop("lm_head.weight", None)
     mx.save_safetensors(str(tied / "model.safetensors"), arrays)
     drawn = draw(

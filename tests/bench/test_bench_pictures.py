@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from models.runs import every
+from models.tiny import config_of
 from PIL import Image
 from seeing_folder import seeing_folder
 
@@ -19,7 +20,7 @@ from mlxinfer.text import Tokenizer
 def test_answers_become_the_same_tokens_in_the_next_turn(name: str, tmp_path: Path) -> None:
     seeing = MODELS[name]
     folder = seeing.write(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     tokenizer = Tokenizer.from_folder(folder)
     tokens = range(config["text_config"]["vocab_size"])
     letters = [token for token in tokens if token not in seeing.never]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from bench.bench_parts import check
 from click.testing import CliRunner
+from models.tiny import config_of
 
 from benchmarks.checkpoints import TWO_LAYERS, write_checkpoint
 from mlxinfer import LLM
@@ -82,8 +83,7 @@ def test_a_report_beside_mlx_lm() -> None:
 @pytest.mark.ci
 def test_what_mlx_lm_cannot_load_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "model", TWO_LAYERS)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    config_of(folder, model_type="unheard_of")
     with pytest.raises(UnsupportedModelError, match=r"mlx-lm does not load .*unheard_of"):
         PeerGeneration(folder)
 

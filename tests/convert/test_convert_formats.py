@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from convert_cases import TEXT, convert, logits, write_source
 from models.random_weights import tiny_tensors
-from models.tiny import tiny_checkpoint, tiny_config
+from models.tiny import config_of, tiny_checkpoint, tiny_config
 from oracles.gguf_files import as_llama_cpp, write_model
 
 from mlxinfer.convert.arrange import OutputTensor, arrange
@@ -188,7 +188,7 @@ def test_exceptions_left_out_of_a_config_are_refused_by_name(tmp_path: Path, ove
     sizes = {"intermediate_size": 64, "head_dim": 32}
     source = write_source(tmp_path / "plain", "qwen3-v4", changes=sizes)
     convert(source, tmp_path / "four", "4bit-g64", overrides=(override,))
-    config = json.loads((tmp_path / "four" / "config.json").read_text())
+    config = config_of(tmp_path / "four")
     stated = config.pop("quantization")
     config["quantization"] = {k: v for k, v in stated.items() if not isinstance(v, dict)}
     del config["quantization_config"]

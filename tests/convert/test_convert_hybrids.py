@@ -1,6 +1,5 @@
 """Conversions of models with recurrent layers: their tensors have layouts of their own."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from models.runs import alike
 from models.test_hybrid_layouts import packed, tensors_of
+from models.tiny import arrays_in, config_of
 from oracles.checkpoints import bf16, f32, from_bf16, write_folder
 from oracles.floats import E4M3_VALUES, finite_e4m3, fp4_rows
 from speculation.head_checkpoints import write
@@ -44,7 +44,7 @@ def test_a_conversion_that_quantises_nothing_changes_nothing(case: str, tmp_path
 
 def test_stacks_of_a_model_that_says_nothing_of_their_order_are_refused(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
-    stored = mx.load(str(source / "model.safetensors"))
+    stored = arrays_in(source)
     mx.save_safetensors(str(source / "model.safetensors"), packed(stored))
     with pytest.raises(UnsupportedModelError, match=r"experts\.\w+' .* inputs before outputs"):
         convert(source, tmp_path / "out", "bf16")
@@ -103,7 +103,7 @@ def test_heads_that_predict_ahead_are_kept(case: str, prefix: str, tmp_path: Pat
     np.testing.assert_array_equal(
         by_mlxinfer(tmp_path / "out"), by_mlxinfer(tmp_path / "plain-out")
     )
-    kept = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    kept = arrays_in(tmp_path / "out")
     assert {name for name in kept if "mtp." in name} >= {"mtp.fc.weight", "mtp.norm.weight"}
     count = sum(name.startswith("mtp.") for name in kept)
     assert any(note.startswith(f"{count} tensors (mtp.fc.weight") for note in report.notes)
@@ -124,15 +124,13 @@ def test_what_predicts_further_ahead_has_a_format_of_its_own(tmp_path: Path) -> 
 
 def test_layers_behind_the_last_one_are_kept_and_named(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "deepseek_v3-v4", changes={"num_hidden_layers": 2})
-    config = json.loads((source / "config.json").read_text())
-    assert config["num_hidden_layers"] == 2
+    assert config_of(source)["num_hidden_layers"] == 2
     whole = write_source(tmp_path / "whole", "deepseek_v3-v4", changes={"num_hidden_layers": 3})
-    config["num_nextn_predict_layers"] = 1
-    (whole / "config.json").write_text(json.dumps(config))
+    config_of(whole, num_hidden_layers=2, num_nextn_predict_layers=1)
     for target in (None, 8.5):
         out = tmp_path / f"out-{target}"
         report = convert(whole, out, calibration=TEXT, target_bpw=target)
-        kept = mx.load(str(out / "model.safetensors"))
+        kept = arrays_in(out)
         assert any(name.startswith("model.layers.2.") for name in kept)
         assert any("tensors (model.layers.2." in note for note in report.notes)
         assert np.isfinite(by_mlxinfer(out)).all()
@@ -161,10 +159,8 @@ def test_experts_of_gemma_4_are_quantised_as_other_matrices(tmp_path: Path) -> N
 def test_a_kept_head_predicts_as_that_of_the_source(case: str, recipe: str, tmp_path: Path) -> None:
     """Latent and gated attention, experts stored one by one and stacked, norms less one."""
     source = write_source(tmp_path / "source", case)
-    config = json.loads((source / "config.json").read_text())
-    stated = {**config, "num_nextn_predict_layers": 1}
-    stored = mx.load(str(source / "model.safetensors"))
-    tensors = {n: np.array(a.astype(mx.float32)) for n, a in stored.items()}
+    stated = config_of(source, num_nextn_predict_layers=1)
+    tensors = {n: np.array(a.astype(mx.float32)) for n, a in arrays_in(source).items()}
     write(source, stated, tensors | mtp_tensors(stated, tensors), None)
     convert(source, tmp_path / "out", recipe)
     before, after = (head_logits(folder) for folder in (source, tmp_path / "out"))
@@ -178,7 +174,7 @@ def head_logits(folder: Path) -> np.ndarray:
     """Of the head in a folder, over random hidden states."""
     model = load(folder, dtype="float32")
     head = load_mtp(folder, model)
-    width = num_streams(json.loads((folder / "config.json").read_text())) * model.config.hidden_size
+    width = num_streams(config_of(folder)) * model.config.hidden_size
     hidden = np.random.default_rng(0).standard_normal((12, width))
     head.feed(mx.array(hidden.astype(np.float32)))
     logits = DenseCache(head).run(head, [("a", list(range(5, 17)))])

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, by_mlx_lm, by_mlxinfer, convert, write_source
 from models.test_hybrid_layouts import packed, prefixed
+from models.tiny import arrays_in, config_of
 
 from mlxinfer.convert import run
 from mlxinfer.convert.recipes import ConversionOptions
@@ -40,7 +41,7 @@ def multimodal(folder: Path, outer: str, *, stacked: bool = True) -> Path:
     """A source as the hub has it: a text_config, tensors under `model.language_model`."""
     inner, case, changes = CASES[outer]
     source = write_source(folder, case, changes=changes)
-    text = json.loads((source / "config.json").read_text())
+    text = config_of(source)
     tied = text.get("tie_word_embeddings", text.get("tie_embedding", True))
     config: dict[str, Any] = {
         "model_type": outer,
@@ -51,7 +52,7 @@ def multimodal(folder: Path, outer: str, *, stacked: bool = True) -> Path:
         "eos_token_id": [3, 5],
     }
     (source / "config.json").write_text(json.dumps(config))
-    tensors = stored(source)
+    tensors = arrays_in(source)
     if stacked and outer in STACKED:
         tensors = packed(tensors)
         if STACKED[outer]:
@@ -71,7 +72,7 @@ def test_a_multimodal_source_becomes_its_language_model(outer: str, tmp_path: Pa
     expected = by_mlxinfer(source)
     convert(source, tmp_path / "out", "bf16")
     np.testing.assert_array_equal(by_mlxinfer(tmp_path / "out"), expected)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = config_of(tmp_path / "out")
     assert not config.keys() & {"vision_config", "audio_config"}
     assert config["eos_token_id"] == [3, 5]
 
@@ -98,13 +99,9 @@ def test_stacks_of_experts_become_what_experts_one_by_one_do(outer: str, tmp_pat
     for stacked in (True, False):
         source = multimodal(tmp_path / f"source-{stacked}", outer, stacked=stacked)
         convert(source, tmp_path / f"{stacked}", "4bit-g32")
-    one, other = (stored(tmp_path / f"{stacked}") for stacked in (True, False))
+    one, other = (arrays_in(tmp_path / f"{stacked}") for stacked in (True, False))
     assert one.keys() == other.keys()
     assert all(mx.array_equal(one[name], other[name]) for name in one)
-
-
-def stored(folder: Path) -> dict[str, mx.array]:
-    return cast(dict[str, mx.array], mx.load(str(folder / "model.safetensors")))
 
 
 @pytest.mark.alike
@@ -114,14 +111,13 @@ def test_stacks_are_calibrated_under_the_names_that_are_written(
 ) -> None:
     """Error feedback finds the inputs of experts, though their names differ from the decoder's."""
     source = multimodal(tmp_path / "source", outer)
-    config = json.loads((source / "config.json").read_text())
-    config["text_config"]["attention_chunk_size"] = 8192  # of Llama 4: texts are in one chunk
-    (source / "config.json").write_text(json.dumps(config))
+    stated = config_of(source)["text_config"]
+    config_of(source, text_config={**stated, "attention_chunk_size": 8192})  # Llama 4: one chunk
     text = TEXT * 3  # enough for each expert
     convert(source, tmp_path / "fed-back", "4bit-g32", calibration=text)
     monkeypatch.setattr(ConversionOptions, "feeds_back", False)
     convert(source, tmp_path / "nearest", "4bit-g32", calibration=text)
-    one, other = (stored(tmp_path / name) for name in ("fed-back", "nearest"))
+    one, other = (arrays_in(tmp_path / name) for name in ("fed-back", "nearest"))
     stacks = [name for name in one if "experts." in name or "switch_mlp." in name]
     stacks = [name for name in stacks if name.endswith(".weight") and one[name].ndim == 3]
     assert len(stacks) >= 3
@@ -134,19 +130,17 @@ def test_stacks_are_calibrated_under_the_names_that_are_written(
 def test_the_outer_statement_of_a_tied_table_counts(tmp_path: Path, tied: bool) -> None:
     """transformers writes its default inside of text_config: what is written loads all the same."""
     source = multimodal(tmp_path / "source", "mistral3")
-    config = json.loads((source / "config.json").read_text())
-    config["tie_word_embeddings"] = tied
-    config["text_config"]["tie_word_embeddings"] = not tied
-    tensors = {name: a for name, a in stored(source).items() if tied <= ("lm_head" not in name)}
+    text = {**config_of(source)["text_config"], "tie_word_embeddings": not tied}
+    config_of(source, tie_word_embeddings=tied, text_config=text)
+    tensors = {name: a for name, a in arrays_in(source).items() if tied <= ("lm_head" not in name)}
     if not tied:
-        tensors["lm_head.weight"] = mx.ones((config["text_config"]["vocab_size"], 64))
-    (source / "config.json").write_text(json.dumps(config))
+        tensors["lm_head.weight"] = mx.ones((text["vocab_size"], 64))
     mx.save_safetensors(str(source / "model.safetensors"), tensors)
     convert(source, tmp_path / "out", "bf16")
     ours = by_mlxinfer(tmp_path / "out")
     assert np.array_equal(ours, by_mlxinfer(source))
     assert np.allclose(ours, by_mlx_lm(tmp_path / "out"), atol=1e-2)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is tied
 
 
 def test_a_folder_that_would_not_load_is_not_written(tmp_path: Path, monkeypatch) -> None:
@@ -166,7 +160,7 @@ def test_stacks_with_either_order_of_down_proj(tmp_path: Path) -> None:
     """Versions of transformers turn the matrices of Qwen3-VL's experts, or not."""
     source = multimodal(tmp_path / "source", "qwen3_vl_moe")
     expected = by_mlxinfer(source)
-    tensors = stored(source)
+    tensors = arrays_in(source)
     for end in ("down_proj", "gate_up_proj"):
         for name in [name for name in tensors if name.endswith(f"experts.{end}")]:
             tensors[name] = tensors[name].swapaxes(1, 2)

@@ -12,6 +12,7 @@ from convert_cases import TEXT, agreed, by_mlx_lm, by_mlxinfer, contents, conver
 from models.cases import CASES
 from models.random_weights import tiny_tensors
 from models.runs import alike, every
+from models.tiny import arrays_in, config_of
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.mlx_lm import OTHERWISE, UNDEFINED_BY_MLX_LM
@@ -208,7 +209,7 @@ def test_a_silent_config_means_the_same_in_mlx_lm(
     assumed = {**_ASSUMED, **assumed}
     source = write_source(tmp_path / "source", case, changes={**assumed, "rope_scaling": None})
     convert(source, tmp_path / "spelled", "8bit-g32")
-    config = json.loads((source / "config.json").read_text())
+    config = config_of(source)
     dropped = assumed.keys() - {"num_attention_heads", *_SIZES}
     silent = {key: value for key, value in config.items() if key not in dropped}
     (source / "config.json").write_text(json.dumps(silent))
@@ -233,7 +234,7 @@ def test_a_head_beside_the_table_it_is_tied_to(tmp_path: Path, same: bool) -> No
     tied = {"tie_word_embeddings": True}
     source = write_source(tmp_path / "source", changes=tied, more=head)
     convert(source, tmp_path / "out", "bf16")
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = config_of(tmp_path / "out")
     assert said["tie_word_embeddings"] is same
     assert np.abs(by_mlxinfer(tmp_path / "out") - by_mlx_lm(tmp_path / "out")).max() < 1e-3
     plain = by_mlxinfer(write_source(tmp_path / "plain", changes=tied))
@@ -263,7 +264,7 @@ def test_gpt_oss_is_taken_apart_as_mlx_lm_does(tmp_path: Path) -> None:
 def test_gpt_oss_says_how_it_stretches_positions(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "gpt_oss-v4", changes={"rope_scaling": None})
     convert(source, tmp_path / "out", "8bit-g32")
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = config_of(tmp_path / "out")
     assert (said["rope_scaling"]["rope_type"], said["rope_scaling"]["factor"]) == ("yarn", 32.0)
 
 
@@ -410,7 +411,7 @@ def test_each_phase_shows_from_nothing_to_all_how_far_it_is(
 def test_vectors_need_no_output_matrix(tmp_path: Path, case: str, calibration: str | None) -> None:
     changes = {"tie_word_embeddings": False}
     source = write_source(tmp_path / "source", case, changes=changes)
-    tensors = dict(mx.load(str(source / "model.safetensors")))
+    tensors = arrays_in(source)
     tensors.pop("lm_head.weight", None)
     mx.save_safetensors(str(source / "model.safetensors"), tensors)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight.* is missing"):

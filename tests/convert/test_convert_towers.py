@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from convert_cases import TEXT, by_mlx_lm, by_mlxinfer, convert, logits, write_source
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensors
 from models.test_qwen_layouts import features
+from models.tiny import arrays_in, config_of
 
 from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.layers.linear import QuantizedLinear
@@ -31,11 +31,6 @@ def seeing(folder: Path, name: str, without: str | None = None) -> Path:
     return source
 
 
-def read(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
-
-
 @pytest.mark.alike
 @pytest.mark.parametrize("name", ALL_PICTURE_CASES)
 def test_a_dense_conversion_is_the_same_model(name: str, tmp_path: Path) -> None:
@@ -45,9 +40,9 @@ def test_a_dense_conversion_is_the_same_model(name: str, tmp_path: Path) -> None
     for one, other in zip(ours.tower.arrays(), theirs.tower.arrays(), strict=True):
         assert mx.array_equal(one, other)
     np.testing.assert_array_equal(logits(source), logits(tmp_path / "out"))
-    config = read(tmp_path / "out")
-    assert config["model_type"] == read(source)["model_type"]
-    assert config["vision_config"] == read(source)["vision_config"]
+    config = config_of(tmp_path / "out")
+    assert config["model_type"] == config_of(source)["model_type"]
+    assert config["vision_config"] == config_of(source)["vision_config"]
     assert "quantization" not in config
 
 
@@ -58,7 +53,7 @@ def test_a_tower_stays_as_it_is_unless_it_is_asked_for(name: str, tmp_path: Path
     expected = features(load(source), name)
     actual = features(load(tmp_path / "4"), name)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
-    assert read(tmp_path / "4")["quantization"]["bits"] == 4
+    assert config_of(tmp_path / "4")["quantization"]["bits"] == 4
 
 
 def test_a_quantised_tower_loads_and_counts(tmp_path: Path) -> None:
@@ -73,9 +68,7 @@ def test_a_quantised_tower_loads_and_counts(tmp_path: Path) -> None:
     expected = features(load(source), name)
     assert np.abs(features(model, name) - expected).max() < 0.05 * expected.std()
     assert model.num_bytes < load(tmp_path / "4").num_bytes
-    assert report.num_bytes < sum(
-        value.nbytes for value in mx.load(str(tmp_path / "4" / "model.safetensors")).values()
-    )
+    assert report.num_bytes < sum(value.nbytes for value in arrays_in(tmp_path / "4").values())
 
 
 def test_a_target_is_the_language_models_and_calibration_leaves_the_tower(tmp_path: Path) -> None:
@@ -93,7 +86,7 @@ def test_a_target_is_the_language_models_and_calibration_leaves_the_tower(tmp_pa
 def test_a_source_without_a_tower_has_none_to_quantise(tmp_path: Path) -> None:
     source = seeing(tmp_path / "source", "qwen3_vl", without="visual.")
     convert(source, tmp_path / "out", "4bit-g32")
-    assert "vision_config" not in read(tmp_path / "out")
+    assert "vision_config" not in config_of(tmp_path / "out")
     with pytest.raises(InvalidRequestError, match="--quantize-tower"):
         convert(source, tmp_path / "other", "4bit-g32", tower_bits=8)
 

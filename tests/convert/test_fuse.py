@@ -13,7 +13,7 @@ from engine.harness import Harness, prompt
 from models import tiny
 from models.picture_cases import QWEN_CASES, picture_tensors
 from models.runs import every
-from models.tiny import tiny_checkpoint
+from models.tiny import arrays_in, tiny_checkpoint
 
 from mlxinfer.cli._commands import CommandTable
 from mlxinfer.convert.fuse import fused
@@ -57,7 +57,7 @@ def test_what_was_quantised_is_again_in_its_own_format(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
     drawn = draw(dense_tensors(base), 1, dora=True)
     out = fuse(base, write_mlx(tmp_path / "a", drawn), tmp_path / "out")
-    merged = dict(mx.load(str(merge(base, drawn, tmp_path / "merged") / "model.safetensors")))
+    merged = arrays_in(merge(base, drawn, tmp_path / "merged"))
     actual = dict(mx.load(str(next(out.glob("*.safetensors")))))
     for path in drawn.a:
         packed = [actual[f"{path}.{part}"] for part in ("weight", "scales", "biases")]
@@ -68,7 +68,7 @@ def test_what_was_quantised_is_again_in_its_own_format(tmp_path: Path) -> None:
         f"Of what it changes, {len(drawn.a)} quantised tensors" in (out / "README.md").read_text()
     )
     untouched = "model.embed_tokens.weight"
-    assert mx.array_equal(actual[untouched], mx.load(str(base / "model.safetensors"))[untouched])
+    assert mx.array_equal(actual[untouched], arrays_in(base)[untouched])
 
 
 def test_experts_of_peft_parameters_are_fused(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_more_bits_keep_a_small_change_and_have_the_size_that_was_said(tmp_path:
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_learned_of_the_token_table_is_merged_into_it(tmp_path: Path, tied: bool) -> None:
     base = tiny_checkpoint(tmp_path / "base", "gemma3_text-v4" if tied else "qwen3-v4")
-    (name,) = [item for item in mx.load(str(base / "model.safetensors")) if "embed_tokens" in item]
-    table = np.array(mx.load(str(base / "model.safetensors"))[name].astype(mx.float32))
+    (name,) = [item for item in arrays_in(base) if "embed_tokens" in item]
+    table = np.array(arrays_in(base)[name].astype(mx.float32))
     drawn = draw({"model.embed_tokens.weight": mx.array(table.T)}, 1, pattern="embed")
     adapter = write_mlx(tmp_path / "a", drawn)
     source = fused(open_source(base), read_adapter(adapter), dense=False)

@@ -1,6 +1,5 @@
 """What one pass over a model finds, layer by layer, against a model that is held whole."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, logits, write_source
 from models.puzzle import puzzle
-from models.tiny import write
+from models.tiny import arrays_in, config_of, write
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.calibration import measure
@@ -86,8 +85,7 @@ def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
         folder = write(tmp_path / "m", *puzzle())
     else:
         folder = write_source(tmp_path / "m", case)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | SEEING_FAR.get(case, {})))
+    config_of(folder, **SEEING_FAR.get(case, {}))
     calibrated(folder)
     actual = np.fromfile(folder / "short", np.float32)
     expected = logits(folder, IDS[0])
@@ -149,7 +147,7 @@ def test_costs_are_what_quantising_one_unit_does(
     report = measured(folder, monkeypatch)
     unit = next(u for u in report if name in u.outputs[0].path)
     path = unit.outputs[0].name
-    tensors = mx.load(str(folder / "model.safetensors"))
+    tensors = arrays_in(folder)
     importance = None
     if "embed" not in name:
         importance = calibrated(folder)[unit.outputs[0].path]

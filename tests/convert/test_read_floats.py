@@ -10,7 +10,7 @@ import pytest
 from convert_cases import check_values, dequantised
 from convert_cases import opened as opened_module
 from models.random_weights import tiny_tensors
-from models.tiny import tiny_checkpoint, tiny_config
+from models.tiny import arrays_in, tiny_checkpoint, tiny_config
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_folder
 from oracles.floats import E2M1_VALUES, E4M3_VALUES, finite_e4m3, fp4_rows
 
@@ -312,7 +312,7 @@ FORMATS = [
 @pytest.mark.parametrize("how", FORMATS, ids=str)
 def test_quantised_mlx_folders_are_read_without_loss(tmp_path: Path, how: dict[str, Any]) -> None:
     folder = tiny_checkpoint(tmp_path, "qwen3-v4", quantize=how)
-    raw = mx.load(str(folder / "model.safetensors"))
+    raw = arrays_in(folder)
     assert isinstance(raw, dict)
     source = open_source(folder)
     assert "quantization" not in source.config

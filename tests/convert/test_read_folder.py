@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import convert, write_source
-from models.tiny import tiny_checkpoint
+from models.tiny import config_of, tiny_checkpoint
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_file, write_folder
 
 import mlxinfer
@@ -120,8 +120,7 @@ def test_fingerprints_follow_files(tmp_path: Path) -> None:
     stat = (folder / "model.safetensors").stat()
     os.utime(folder / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     second = open_source(folder).fingerprint
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
+    config_of(folder, rope_theta=7.0)
     assert len({first, second, open_source(folder).fingerprint}) == 3
 
 

@@ -3,7 +3,6 @@
 `tests/data/gguf/make.py` makes them.
 """
 
-import json
 import lzma
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from engine.seeing_cases import picture_logits
 from models.cases import CASES as MODELS
 from models.random_weights import coarse, tiny_tensors
 from models.runs import every
-from models.tiny import write
+from models.tiny import config_of, write
 from pooling.test_pooling_parity import close, model_in, results, rows_of
 from pooling.tiny_pooling import pooling_folder
 from pooling.tiny_pooling import write_tokenizer as write_words
@@ -128,5 +127,5 @@ def test_mlx_lms_models_keep_their_codes(tmp_path: Path, monkeypatch: pytest.Mon
     write_tokenizer(folder)
     expected = LOGITS["apertus"]
     ids = np.random.default_rng(1).integers(3, expected.shape[-1], len(expected)).tolist()
-    assert json.loads((folder / "config.json").read_text())["quantization"]["bits"] == 8
+    assert config_of(folder)["quantization"]["bits"] == 8
     assert np.abs(by_mlxinfer(folder, ids) - expected).max() <= 1e-4 * expected.std()

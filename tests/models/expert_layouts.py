@@ -1,11 +1,10 @@
 """A tiny checkpoint with its experts stored otherwise."""
 
-import json
 import re
 from pathlib import Path
 
 import mlx.core as mx
-from models.tiny import write
+from models.tiny import arrays_in, config_of, write
 
 _ONE = re.compile(r"(.+)\.experts\.(\d+)\.(.+)")
 
@@ -26,10 +25,10 @@ def stacked(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
 
 def with_stacks(folder: Path) -> Path:
     """The checkpoint with tensors of single experts stacked, as mlx-lm stores them."""
-    plain = mx.load(str(folder / "model.safetensors"))
+    plain = arrays_in(folder)
     assert isinstance(plain, dict)
     tensors = stacked(plain)
     assert len(tensors) < len(plain), f"no tensor of a single expert in {folder}"
     mx.eval(tensors)
-    config = json.loads((folder / "config.json").read_text())
+    config = config_of(folder)
     return write(folder.with_name(f"{folder.name}-stacks"), config, tensors)

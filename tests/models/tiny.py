@@ -44,6 +44,19 @@ def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any]) -> P
     return folder
 
 
+def config_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """What a checkpoint states, after these changes to it."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text()) | changes
+    if changes:
+        (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def arrays_in(folder: Path) -> dict[str, mx.array]:
+    """What `write` wrote."""
+    return dict(mx.load(str(folder / "model.safetensors")))
+
+
 def arrays_of(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     """Every tensor of a checkpoint with this config, random."""
     return {name: mx.array(value) for name, value in tiny_tensors(config, seed).items()}

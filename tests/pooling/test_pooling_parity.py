@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from models.tiny import arrays_in
 from pooling.cases import CASES
 from pooling.tiny_pooling import pooling_folder, reference
 
@@ -109,7 +110,7 @@ def test_nomic_under_names_and_keys_of_the_hub_and_of_transformers(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     close(results(model_in(folder), rows, None), expected)
     arrays = {}
-    for name, array in mx.load(str(folder / "model.safetensors")).items():
+    for name, array in arrays_in(folder).items():
         for hub, ours in nomic.items():
             name = name.replace(hub, ours)
         if "Wqkv" not in name:
@@ -144,7 +145,7 @@ def test_tables_of_a_wrong_size_are_refused_by_name(name, tensor, rows, tmp_path
     """A shorter one than the config says would be read behind its end."""
     for number in rows:
         folder = pooling_folder(tmp_path / str(number), name)
-        arrays = mx.load(str(folder / "model.safetensors"))
+        arrays = arrays_in(folder)
         stored = next(key for key in arrays if tensor.endswith(key) or key.endswith(tensor))
         table = arrays.pop(stored)
         if number is not None:

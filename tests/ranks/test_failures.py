@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from models.tiny import tiny_checkpoint, tiny_config
+from models.tiny import config_of, tiny_checkpoint, tiny_config
 from speculation.head_checkpoints import eagle_checkpoint
 
 SCRIPT = """
@@ -82,8 +82,7 @@ def test_requests_of_a_failed_group_end_with_a_clear_error(
     """`head`: EAGLE-3, for which hidden states come back from stages."""
     folder = tiny_checkpoint(tmp_path / "model", "llama-v4")
     heads = [eagle_checkpoint(tmp_path / "head", tiny_config("llama-v4"), drafted=40)]
-    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
+    config_of(folder, max_position_embeddings=4096)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), when, how, form, *map(str, heads * head)],
         capture_output=True,

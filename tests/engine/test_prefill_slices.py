@@ -5,6 +5,7 @@ one after the other. No figure here is a measurement of mlxinfer.
 """
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -116,9 +117,9 @@ class Bench:
             self.token_s[sequence.request.id].append(self.now_s)
         self.scheduler.commit(batch, [7] * len(batch.sampling))
 
-    def until(self, name: str) -> float:
-        """Run until a request has its first token; when that is."""
-        while not self.token_s[name]:
+    def until(self, name: str, count: int = 1) -> float:
+        """Run until a request has so many tokens; when its first one came."""
+        while len(self.token_s[name]) < count:
             self.step()
         return self.token_s[name][0]
 
@@ -126,17 +127,29 @@ class Bench:
         self.add(name, num_prompt, **more)
         return self.until(name)
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def seconds_on(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.step()
+
+    def gaps(self, name: str, since_s: float = 0.0) -> list[float]:
+        """Between two tokens each, the longest last."""
+        times = [at_s for at_s in self.token_s[name] if at_s >= since_s]
+        return sorted(after - before for before, after in pairwise(times))
+
     def longest_gap(self, name: str) -> float:
-        times = self.token_s[name]
-        return max(after - before for before, after in pairwise(times))
+        return self.gaps(name)[-1]
 
 
 @pytest.mark.parametrize(("chip", "model"), CASES)
 def test_a_stream_waits_for_one_slice_of_a_long_prompt_at_most(chip: str, model: str) -> None:
     bench = Bench(chip, model)
     bench.run("stream", 600, max_tokens=10_000)
-    for _ in range(5):
-        bench.step()
+    bench.steps(5)
     decode_s = bench.longest_gap("stream")
     bench.run("long", 12_000)
     assert bench.longest_gap("stream") <= 1.2 * max(SLICE_S, decode_s)
@@ -155,12 +168,21 @@ class MicroBatchBench(Bench):
     read_s: float = 0.0  # when the last step was read
     busy_s: float = 0.0  # of the last stage
 
+    def __post_init__(self) -> None:
+        self.num_stages, self.free_s = len(self.slowness), [0.0] * len(self.slowness)
+        super().__post_init__()
+
+    def busy(self, work: Callable[[], object]) -> float:
+        """The share of the work's time in which the last stage computes."""
+        start_s, start_busy_s = self.now_s, self.busy_s
+        work()
+        return (self.busy_s - start_busy_s) / (self.now_s - start_s)
+
     def step(self) -> None:
         batch = self.scheduler.next_batch()
         if batch is None:
             self.read()
             return
-        self.free_s = self.free_s or [0.0] * len(self.slowness)
         if batch.writes_pages:  # rank 0's own part of the step before
             self.now_s = max(self.now_s, self.free_s[0])
         part_s, end_s = self.seconds(batch) / len(self.slowness), self.now_s
@@ -193,20 +215,14 @@ def test_stages_are_busy_and_a_slice_is_what_all_take(
     slowness: tuple[float, ...], num_streams: int
 ) -> None:
     """While streams run (one alone: one stage at a time), and a long prompt beside them."""
-    bench = MicroBatchBench("M4 Max", "27B", slowness=slowness, num_stages=len(slowness))
+    bench = MicroBatchBench("M4 Max", "27B", slowness=slowness)
     for i in range(num_streams):
         bench.add(str(i), 40, max_tokens=10_000)
     bench.until(str(num_streams - 1))
-    start_s, bench.busy_s = bench.now_s, 0.0
-    while bench.now_s < start_s + 3:
-        bench.step()
     share = slowness[-1] / sum(slowness) if num_streams == 1 else 1.0
-    assert bench.busy_s / (bench.now_s - start_s) == pytest.approx(share, abs=0.01)
+    assert bench.busy(lambda: bench.seconds_on(3)) == pytest.approx(share, abs=0.01)
     decode_s = bench.longest_gap("0")
-    bench.add("long", 12_000)
-    start_s, bench.busy_s = bench.now_s, 0.0
-    bench.until("long")
-    assert bench.busy_s / (bench.now_s - start_s) > 0.89
+    assert bench.busy(lambda: bench.run("long", 12_000)) > 0.89
     assert bench.longest_gap("0") <= 1.2 * max(SLICE_S, decode_s)
 
 
@@ -223,19 +239,14 @@ class TwoOfThree(Proposer):
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_are_busy_where_all_steps_verify_proposals(num_stages: int) -> None:
-    proposer, slowness = TwoOfThree(), (1,) * num_stages
-    bench = MicroBatchBench(
-        "M4 Max", "27B", slowness=slowness, num_stages=num_stages, proposer=proposer
-    )
+    bench = MicroBatchBench("M4 Max", "27B", slowness=(1,) * num_stages, proposer=TwoOfThree())
     for i in range(8):
         bench.add(str(i), 40, max_tokens=10_000)
     while not all(len(times) > 3 for times in bench.token_s.values()):
         bench.step()
-    start_s, bench.busy_s, counters = bench.now_s, 0.0, bench.scheduler.counters
+    counters = bench.scheduler.counters
     before, num_steps = counters.tokens_sampled, counters.steps
-    while bench.now_s < start_s + 3:
-        bench.step()
-    assert bench.busy_s / (bench.now_s - start_s) == pytest.approx(1.0, abs=0.01)
+    assert bench.busy(lambda: bench.seconds_on(3)) == pytest.approx(1.0, abs=0.01)
     tokens = counters.tokens_sampled - before
     assert tokens == pytest.approx(3 * 8 / num_stages * (counters.steps - num_steps), rel=0.1)
 
@@ -245,15 +256,13 @@ def test_stages_are_busy_where_all_steps_verify_proposals(num_stages: int) -> No
 @pytest.mark.parametrize(("chip", "model"), CASES)
 def test_slices_are_what_stages_take(chip: str, model: str, slowness: tuple[float, ...]) -> None:
     """Also behind a long prompt alone, of which rank 0 sees its own part in time only."""
-    bench = MicroBatchBench(chip, model, slowness=slowness, num_stages=len(slowness))
+    bench = MicroBatchBench(chip, model, slowness=slowness)
     bench.run("first", 12_000)
     bench.run("stream", 100, max_tokens=10_000)
-    for _ in range(5):
-        bench.step()
+    bench.steps(5)
     decode_s = bench.longest_gap("stream")
     bench.add("long", 8000)
-    for _ in range(2 * len(slowness)):  # those in flight are small: none was timed
-        bench.step()
+    bench.steps(2 * len(slowness))  # those in flight are small: none was timed
     assert max(bench.sizes[-2 * len(slowness) :]) <= 64 or bench.longest_gap("stream") < SLICE_S
     first_s = bench.longest_gap("stream")
     bench.until("long")
@@ -267,8 +276,7 @@ def test_a_long_prompt_alone_is_as_quick_as_with_its_best_chunk(chip: str, model
 
     best = min(alone(Bench(chip, model, None, chunk)) for chunk in (256, 512, 1024, 2048))
     warm = Bench(chip, model)
-    warm.add("first", 4_000)
-    began_s = warm.until("first")
+    began_s = warm.run("first", 4_000)
     assert alone(warm) - began_s <= 1.09 * best  # the best may take longer steps than are safe
 
 
@@ -299,8 +307,7 @@ def test_a_prompt_alone_on_a_slow_machine_has_no_smaller_steps_than_its_first(
     monkeypatch.setitem(CHIPS, "two busy cores", (0.27e12, 40e9))  # 40 ms a token
     bench = Bench("two busy cores", "4B")
     bench.add("long", 400)
-    for _ in range(3):
-        bench.step()
+    bench.steps(3)
     assert bench.sizes == [64, 64, 64]
     bench.add("short", 20)
     asked_s = bench.now_s
@@ -325,10 +332,8 @@ def test_what_is_known_of_other_lengths_follows_when_a_machine_gets_slower(
         bench.add(f"after {number}", after)
     for number in range(24):
         bench.until(f"after {number}")
-    times = [at_s for at_s in bench.token_s["stream"] if at_s >= changed_s]
-    gaps = sorted(late - early for early, late in pairwise(times))
     page_s = PAGE * 2 * MODELS["4B"].params / (BUSY * 1.2e12)
-    assert gaps[-3] <= 1.3 * max(SLICE_S, 2 * page_s)
+    assert bench.gaps("stream", since_s=changed_s)[-3] <= 1.3 * max(SLICE_S, 2 * page_s)
 
 
 def test_steps_that_keys_share_grow_to_twice_the_last_one_at_most() -> None:
@@ -363,8 +368,7 @@ def test_slices_are_used_to_most_of_their_length() -> None:
     bench.run("stream", 600, max_tokens=10_000)
     bench.step()
     bench.run("long", 12_000)
-    times = bench.token_s["stream"]
-    gaps = sorted(after - before for before, after in pairwise(times))
+    gaps = bench.gaps("stream")
     assert gaps[len(gaps) // 2] > 0.7 * SLICE_S
 
 
@@ -372,8 +376,7 @@ def test_a_short_question_passes_a_long_prompt_and_the_long_one_goes_on() -> Non
     bench = Bench("M1 Max", "27B")
     bench.run("stream", 100, max_tokens=10_000)
     bench.add("long", 3_000)
-    for _ in range(4):
-        bench.step()
+    bench.steps(4)
     bench.add("short", 40)
     asked_s = bench.now_s
     assert bench.until("short") - asked_s < 4 * SLICE_S
@@ -433,10 +436,8 @@ class SimulatedDevice:
     def launch(self, batch: Batch, previous: Launched | None) -> Launched:
         if previous is not None and batch.writes_pages:
             previous.wait()
-        decodes, prompts = (
-            len(batch.decodes.sequences),
-            batch.num_tokens - len(batch.decodes.sequences),
-        )
+        decodes = len(batch.decodes.sequences)
+        prompts = batch.num_tokens - decodes
         took_s = (self.shared_s + self._row_s * decodes) * (decodes > 0)
         took_s += self.token_s * prompts  # a slice holds 115 tokens
         if batch.ragged:

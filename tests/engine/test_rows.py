@@ -21,8 +21,7 @@ def flooded(bench: Bench, *, prompts: int) -> Bench:
     """A heavy tenant fills the batch with answers; `prompts` of 3000 tokens come after these."""
     for i in range(80):
         bench.add(f"heavy{i}", 50 + 37 * i % 400, 600, HEAVY)
-    while bench.now_s < 10:
-        bench.step()
+    bench.seconds_on(10)
     for i in range(prompts):
         bench.add(f"prompt{i}", 3000, 1, HEAVY)
     return bench
@@ -52,14 +51,13 @@ def test_tokens_of_a_light_tenant_follow_its_share(chip: str, model: str, prompt
     for i in range(6):
         name, asked_s = f"light{i}", bench.now_s
         bench.add(name, 100, NUM_TOKENS, LIGHT)
-        while len(bench.token_s[name]) < NUM_TOKENS:
-            bench.step()
+        first_s = bench.until(name, NUM_TOKENS) - asked_s
         if not i:  # the first one finds nothing measured
             continue
-        assert bench.token_s[name][0] - asked_s <= 2 * alone_s + 1.2 * SLICE_S
+        assert first_s <= 2 * alone_s + 1.2 * SLICE_S
         page_s = bench.scheduler.prefill.page_s
         most_s = max(1.5 * 2 * gap_s, gap_s + gap_s + page_s)
-        gaps = sorted(after - before for before, after in pairwise(bench.token_s[name]))
+        gaps = bench.gaps(name)
         assert gaps[len(gaps) // 2] <= most_s
         assert gaps[-1] <= 1.1 * most_s
 
@@ -80,16 +78,14 @@ def test_a_page_far_slower_than_an_answer_is_computed_bit_by_bit(max_tokens: int
     for i in range(30):
         bench.add(f"heavy{i}", 400, max_tokens, HEAVY)
     for i in range(4):
-        for _ in range(20):
-            bench.step()
+        bench.steps(20)
         name, asked_s = f"light{i}", bench.now_s
         bench.add(name, 16, NUM_TOKENS, LIGHT)
-        while len(bench.token_s[name]) < NUM_TOKENS:
-            bench.step()
+        first_s = bench.until(name, NUM_TOKENS) - asked_s
         if not i:
             continue
-        assert bench.token_s[name][0] - asked_s <= 2 * 16 * 0.02 + 2 * SLICE_S
-        gaps = sorted(after - before for before, after in pairwise(bench.token_s[name]))
+        assert first_s <= 2 * 16 * 0.02 + 2 * SLICE_S
+        gaps = bench.gaps(name)
         assert gaps[len(gaps) * 9 // 10] <= 1.5 * 2 * 0.02 + 1e-9
 
 
@@ -159,11 +155,9 @@ def test_what_a_busy_machine_measured_is_soon_forgotten() -> None:
     bench.add("light", 16, 8, LIGHT)
     for i in range(40):
         bench.add(f"heavy{i}", 400, 8, HEAVY)
-    while not bench.token_s["light"]:
-        bench.step()
+    bench.until("light")
     bench.slowness = 1
-    for _ in range(12):
-        bench.step()
+    bench.steps(12)
     assert bench.scheduler.prefill.page_s <= 1.5 * PAGE * 0.02
 
 
@@ -179,15 +173,12 @@ def test_half_of_all_tokens_remains_beside_a_light_tenant(chip: str, model: str)
         bench.step()
     alone = rate(bench)
     bench.add("light", 100, 5000, LIGHT)
-    while len(bench.token_s["light"]) < 20:
-        bench.step()
+    bench.until("light", 20)
     assert rate(bench) >= 0.48 * alone
     light = bench.scheduler.queues.find("light")
     assert light is not None
     bench.scheduler.queues.finish(light)
-    left_s = bench.now_s
-    while bench.now_s < left_s + 1.1 * RECENT_S:
-        bench.step()
+    bench.seconds_on(1.1 * RECENT_S)
     before, steps = num_tokens(bench), len(bench.sizes)
     rate(bench)
     assert num_tokens(bench) - before == 63 * (len(bench.sizes) - steps), "all rows in each step"
@@ -196,8 +187,7 @@ def test_half_of_all_tokens_remains_beside_a_light_tenant(chip: str, model: str)
 def rate(bench: Bench) -> float:
     """Tokens a second of all answers, for some steps."""
     began_s, before = bench.now_s, num_tokens(bench)
-    for _ in range(50):
-        bench.step()
+    bench.steps(50)
     return (num_tokens(bench) - before) / (bench.now_s - began_s)
 
 

@@ -116,6 +116,9 @@ class Harness:
         **changes: object,
     ) -> None:
         self._launch_ahead = launch_ahead
+        self._model = model
+        self._kv = {"kv": changes.get("kv"), "adapters": adapters}
+        self._asked: dict[str, dict[str, Any]] = {}  # how each request is asked for, see `alone`
         self.outcomes: dict[str, Outcome] = {}
         self.turns = 0
         self.loop = Loop(
@@ -162,6 +165,10 @@ class Harness:
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
         request = replace(request, grammar=grammar, adapter=adapter, pictures=pictures, **others)
+        self._asked[name] = {
+            "prompt_ids": prompt_ids, "params": request.params, "stop_ids": stop_ids,
+            "grammar": grammar and grammar.fork(), "adapter": adapter, "pictures": pictures,
+        }  # fmt: skip
         self.outcomes[name] = Outcome()
         self.loop.add(request, self.loop.limits.check(request))
 
@@ -181,6 +188,18 @@ class Harness:
         assert self.loop.idle, "the queue did not drain"
         self.check_pages()
         return self.outcomes
+
+    def check(self, *names: str, model: Model | None = None) -> dict[str, Outcome]:
+        """Drain; each request, or each that is named, has the tokens that it gets alone.
+
+        Args:
+            model: answers it alone; None: the one of this loop.
+        """
+        outcomes = self.drain()
+        for name in names or outcomes:
+            plain = alone(model or self._model, **self._asked[name], **self._kv)
+            assert outcomes[name].token_ids == plain.token_ids, name
+        return outcomes
 
     def run(self, name: str, *asked: Any, **more: Any) -> Outcome:
         """Add a request, and run until nothing is left."""

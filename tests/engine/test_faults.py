@@ -231,14 +231,13 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
             name, ids, params, grammar=FakeGrammar() if constrained and name == "2" else None
         )
     outcomes = harness.drain()
-    for i, (name, ids) in enumerate(prompts.items()):
-        outcome = outcomes[name]
-        if i in bad:
-            assert isinstance(outcome.error, RequestFailedError)
-            assert "NaN" in str(outcome.error)
-            assert outcome.token_ids == []
-        elif not (constrained and name == "2"):
-            assert outcome.token_ids == alone(model, ids, params).token_ids
+    for i, name in enumerate(prompts):
+        if i not in bad:
+            harness.check(name)
+            continue
+        assert isinstance(outcomes[name].error, RequestFailedError)
+        assert "NaN" in str(outcomes[name].error)
+        assert outcomes[name].token_ids == []
 
 
 def with_a_damaged_token(token_id: int) -> Model:
@@ -270,11 +269,10 @@ def test_where_numbers_end_within_an_answer_its_next_token_shows_it(launch_ahead
         return replace(sampled, tokens=mx.where(mx.array(bad), 7, sampled.tokens))
 
     harness.loop.runner.sampler.sample = spoiling  # type: ignore[method-assign]
-    outcomes = harness.drain()
+    outcomes = harness.check("b")
     assert isinstance(outcomes["a"].error, RequestFailedError)
     assert "NaN" in str(outcomes["a"].error)
     assert len(outcomes["a"].token_ids) == 31
-    assert outcomes["b"].token_ids == alone(model, prompts["b"], params).token_ids
 
 
 def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
@@ -353,17 +351,12 @@ def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyP
         harness.turn()
         for i in range(16 if burst == 0 else 0):
             harness.loop.abort(f"{burst} {i}")
-    outcomes = harness.drain()
-    for i in range(16):
-        plain = alone(model, prompt(150, seed=i + 100), params)
-        assert outcomes[f"1 {i}"].token_ids == plain.token_ids
+    harness.check(*[f"1 {i}" for i in range(16)])
     harness.loop.scheduler.kv_manager.forget()  # as after a fault: few tails again, all slots used
     harness.loop.cache.reset()
     for i in range(16):
         harness.add(f"2 {i}", prompt(150, seed=i + 100), params)
-    outcomes = harness.drain()
-    for i in range(16):
-        assert outcomes[f"2 {i}"].token_ids == outcomes[f"1 {i}"].token_ids
+    harness.check(*[f"2 {i}" for i in range(16)])
     assert cleared
 
 
@@ -382,5 +375,4 @@ def test_tokens_that_do_not_fit_the_step_are_a_fault_once(monkeypatch: pytest.Mo
     harness.loop.fail_all(caught.value)
     assert {o.reason for o in harness.drain().values()} == {FinishReason.ERROR}
     harness.add("after", prompt(20, 1), params)
-    expected = alone(tiny_model(CASE, quantized=True), prompt(20, 1), params)
-    assert harness.drain()["after"].token_ids == expected.token_ids
+    harness.check("after")

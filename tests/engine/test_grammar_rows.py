@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine.fake_grammar import FakeGrammar
-from engine.harness import Harness, Outcome, alone, prompt, tiny_model
+from engine.harness import Harness, Outcome, prompt, tiny_model
 
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.errors import GrammarFailedError
@@ -71,16 +71,12 @@ def test_a_dead_end_fails_one(grammar: FakeGrammar, stop_ids: frozenset[int], wo
     harness.add("before", prompt(30), params, grammar=FakeGrammar(1))
     harness.add("stuck", prompt(20), params, stop_ids=stop_ids, grammar=grammar)
     harness.add("after", prompt(25), params)
-    outcomes = harness.drain()
+    outcomes = harness.check("before", "after")
     error = outcomes["stuck"].error
     assert isinstance(error, GrammarFailedError)
     assert words in str(error)
     assert (error.status, error.param) == (400, "fake")
     assert len(outcomes["stuck"].token_ids) == len(grammar.taken)
-    model = tiny_model(CASE, quantized=True)
-    assert outcomes["after"].token_ids == alone(model, prompt(25), params).token_ids
-    same = alone(model, prompt(30), params, grammar=FakeGrammar(1))
-    assert outcomes["before"].token_ids == same.token_ids
 
 
 def test_a_grammar_that_raises_fails_its_step_only() -> None:
@@ -94,10 +90,7 @@ def test_a_grammar_that_raises_fails_its_step_only() -> None:
     harness.add("bad", prompt(20), params, grammar=Broken())
     harness.turn(3)
     harness.add("good", prompt(25), params, grammar=FakeGrammar(2))
-    outcomes = harness.drain()
-    assert outcomes["bad"].reason is FinishReason.ERROR
-    plain = alone(tiny_model(CASE, quantized=True), prompt(25), params, grammar=FakeGrammar(2))
-    assert outcomes["good"].token_ids == plain.token_ids
+    assert harness.check("good")["bad"].reason is FinishReason.ERROR
 
 
 def test_constrained_rows_do_not_delay_the_others() -> None:

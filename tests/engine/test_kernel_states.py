@@ -78,9 +78,7 @@ def test_same_tokens_as_plain_mlx(case: str, monkeypatch: pytest.MonkeyPatch) ->
     model = wide_model(monkeypatch, case)
     plain = tokens(answers(model, choose_none))
     machine = MetalCPU(seed=1)
-    with running_on(machine):
-        in_kernels = answers(model, only(*STEPS), known=plain)
-    machine.assert_clean()
+    in_kernels = machine.clean(lambda: answers(model, only(*STEPS), known=plain))
     assert tokens(in_kernels) == plain
     counters = in_kernels.loop.scheduler.counters
     assert 0 < counters.tokens_accepted < counters.tokens_proposed
@@ -146,9 +144,7 @@ def test_keys_with_numbers_that_decay_by_themselves() -> None:
     inputs = [normal(8, 3, 3 * 64 + 2), normal(8, 3, 64)]
     y, states = mixer.in_mlx(inputs, part.read(0, mixer.spec), part.lengths)
     machine = MetalCPU(seed=1)
-    with running_on(machine):
-        outputs, after = mixer.in_kernels(inputs, *part.place(0, mixer.spec))
-    machine.assert_clean()
+    outputs, after = machine.clean(lambda: mixer.in_kernels(inputs, *part.place(0, mixer.spec)))
     assert [report.kernel for report in machine.reports] == ["conv_step", "delta_step"]
     for row, count in enumerate(part.lengths.tolist()):
         assert mx.allclose(outputs[row, :count], y[row, :count], atol=2e-5)

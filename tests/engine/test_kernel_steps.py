@@ -85,9 +85,7 @@ def compared(model: Model, kv: KVOptions, chooser: Chooser) -> tuple[set[str], l
     """The kernels that ran, all with the tokens of plain MLX, and what came of those."""
     plain = run(model, kv, choose_none)
     machine = MetalCPU(seed=1)
-    with running_on(machine):
-        outcomes = run(model, kv, chooser)
-    machine.assert_clean()
+    outcomes = machine.clean(lambda: run(model, kv, chooser))
     assert [o.error for o in outcomes] == [None] * 4
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
     return {report.kernel for report in machine.reports}, plain
@@ -158,10 +156,7 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
 ) -> None:
     model = wide_model(monkeypatch, case)
     plain = run_crowded(model, kv, choose_none, 80)
-    machine = MetalCPU(seed=1)
-    with running_on(machine):
-        crowded = run_crowded(model, kv, choose_all(set()), 5)
-    machine.assert_clean()
+    crowded = MetalCPU(seed=1).clean(lambda: run_crowded(model, kv, choose_all(set()), 5))
     assert crowded.loop.scheduler.counters.preemptions > 0
     in_kernels, expected = (
         [outcome.token_ids for outcome in harness.outcomes.values()] for harness in (crowded, plain)

@@ -300,7 +300,7 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
     harness = Harness(model, followers=group)
     for name, (ids, params) in asked.items():
         harness.add(name, list(ids), params)
-    outcomes = harness.drain()
+    outcomes = harness.check(model=whole(case))
     after = group.stats()
     sent, received = (
         {kind: after[way][kind] - before[way].get(kind, 0) for kind in after[way]}
@@ -321,9 +321,6 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
     assert sent.get("logits", 0) == 0
     assert sent["steps"] < 400 * (SIZE - 1) * (after["steps"] - before["steps"])
     harness.loop.close()
-    for name, (ids, params) in asked.items():
-        plain = Harness(whole(case), launch_ahead=False)
-        assert outcomes[name].token_ids == plain.run("alone", list(ids), params).token_ids
 
 
 def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
@@ -331,8 +328,7 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
 
     One row has a grammar, one is drawn with a penalty on what it said: both are sampled late.
     """
-    case = "gemma3_text-v4"
-    whole_case, count = whole(case), 3 * SIZE
+    case, count = "gemma3_text-v4", 3 * SIZE
     params = [SamplingParams(max_tokens=8, repetition_penalty=1.3, seed=i) for i in range(count)]
     model = on_rank_0(group, case, pipeline=True)
     harness = Harness(model, followers=group, max_batch=16, prefill_chunk=256)
@@ -350,15 +346,11 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
     for i in range(count):
         grammar = FakeGrammar() if i == 1 else None
         harness.add(str(i), prompt(9, i), params[i], grammar=grammar)
-    outcomes = harness.drain()
+    harness.check(model=whole(case))
     harness.loop.close()
     steady = [others for rows, others in seen if rows == 3]
     assert len(steady) > 4 * SIZE
     assert steady.count(SIZE - 1) > len(steady) - SIZE
-    for i in range(count):
-        grammar = FakeGrammar() if i == 1 else None
-        plain = alone(whole_case, prompt(9, i), params[i], grammar=grammar)
-        assert outcomes[str(i)].token_ids == plain.token_ids
 
 
 def test_every_stage_has_a_step_with_proposals(group: RankGroup) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
-from engine.harness import Harness, alone, config, prompt, tiny_model
+from engine.harness import Harness, config, prompt, tiny_model
 from models.runs import every
 
 from mlxinfer.cache.paged import PagedLayer
@@ -102,12 +102,9 @@ def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int
     """Also where tokens are drawn: both draw with the same random numbers."""
     speculation = with_draft(model())
     harness = Harness(model(), proposer=speculation)
-    prompts = [prompt(20 + 7 * i, i) for i in range(count)]
-    for i, ids in enumerate(prompts):
-        harness.add(str(i), ids, params)
-    outcomes = harness.drain()
-    for i, ids in enumerate(prompts):
-        assert outcomes[str(i)].token_ids == alone(model(), ids, params).token_ids
+    for i in range(count):
+        harness.add(str(i), prompt(20 + 7 * i, i), params)
+    harness.check()
     drafted, accepted = counts(speculation)
     if params is PENALISED:  # the draft's penalties lack the proposals of the same step
         assert accepted > drafted / 2
@@ -142,13 +139,12 @@ def test_a_draft_that_fails_is_off_for_the_request(caplog: pytest.LogCaptureFixt
     runner.launch = breaking
     with caplog.at_level(logging.ERROR, "mlxinfer.speculation"):
         outcome = harness.run("a", prompt(30), GREEDY)
-    assert outcome.token_ids == alone(model(), prompt(30), GREEDY).token_ids
     assert outcome.error is None
     assert len(caplog.records) == 1
     assert "no more proposals by draft for the requests a" in caplog.text
     before = counts(speculation)[0]
     harness.add("b", prompt(30, 1), GREEDY)  # a new cache, and all is well again
-    assert harness.drain()["b"].token_ids == alone(model(), prompt(30, 1), GREEDY).token_ids
+    harness.check()
     assert counts(speculation)[0] > before
 
 
@@ -200,9 +196,7 @@ def test_recurrent_drafts_go_back_behind_rejections(case: str, sizes: dict[str, 
     for i, (ids, params) in enumerate(rows):
         harness.add(str(i), ids, params)
         harness.turn(i)
-    outcomes = harness.drain()
-    for i, (ids, params) in enumerate(rows):
-        assert outcomes[str(i)].token_ids == alone(both, ids, params).token_ids
+    harness.check()
     drafted, accepted = counts(speculation)
     assert 0.9 * source.num_right <= accepted < drafted  # an answer may end before
 
@@ -211,7 +205,7 @@ def test_beyond_the_drafts_context_nothing_is_proposed() -> None:
     speculation = with_draft(model(), max_context=40)
     harness = Harness(model(), proposer=speculation)
     harness.add("a", prompt(30), GREEDY)
-    assert harness.drain()["a"].token_ids == alone(model(), prompt(30), GREEDY).token_ids
+    harness.check()
     assert 0 < counts(speculation)[0] <= 12
 
 
@@ -261,10 +255,7 @@ def test_a_draft_with_a_window_follows_after_a_rest() -> None:
     harness = Harness(draft, proposer=speculation, kv=KVOptions(window=24))
     for i in range(2):
         harness.add(str(i), prompt(7, i), replace(GREEDY, max_tokens=145))
-    outcomes = harness.drain()
+    harness.check()
     stats = speculation.stats()
     assert not stats["switched_off"], stats
     assert stats["drafted"] > 60
-    for i in range(2):
-        plain = alone(draft, prompt(7, i), replace(GREEDY, max_tokens=145), kv=KVOptions(window=24))
-        assert outcomes[str(i)].token_ids == plain.token_ids

@@ -1,6 +1,5 @@
 """MTP modules and EAGLE-3 heads: parity with public definitions, exact answers, right proposals."""
 
-import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -11,12 +10,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import Harness, alone, config, prompt, tiny_model
+from engine.harness import Harness, config, prompt, tiny_model
 from engine.pictures import picture, placed, with_tower
 from models import tiny
 from models.dense_kv import DenseCache
 from models.runs import every
-from models.tiny import tiny_config
+from models.tiny import arrays_in, config_of, tiny_config
 from speculation.head_checkpoints import eagle_checkpoint, mtp_checkpoint, write
 from speculation.head_names import MTP_CASES, QWEN_CASES, REFERENCE_CASES, head_inputs
 
@@ -57,9 +56,7 @@ def with_eagle(drafted: int = 64) -> tuple[Model, Predictor]:
     return model, load_eagle(folder, model)
 
 
-def assert_plain_answers(
-    harness: Harness, model: Model, forget: Callable[[], None] = lambda: None
-) -> None:
+def check_answers(harness: Harness, forget: Callable[[], None] = lambda: None) -> None:
     """To long and short prompts, one of them preempted, and to one whose prefix is cached.
 
     Args:
@@ -72,10 +69,8 @@ def assert_plain_answers(
     harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[-1])
     harness.drain()
     forget()
-    prompts.append(prompts[1] + prompts[0])
-    assert harness.run("4", prompts[4], GREEDY).cached_tokens > 0
-    for i, ids in enumerate(prompts):
-        assert harness.outcomes[str(i)].token_ids == alone(model, ids, GREEDY).token_ids
+    assert harness.run("4", prompts[1] + prompts[0], GREEDY).cached_tokens > 0
+    harness.check()
 
 
 def speculation_of(
@@ -98,9 +93,7 @@ def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> 
     rows = [(prompt(12, 0), GREEDY), (prompt(72, 1), DRAWN), (prompt(40, 2), GREEDY)]
     for i, (ids, params) in enumerate(rows):
         harness.add(str(i), ids, params)
-    outcomes = harness.drain()
-    for i, (ids, params) in enumerate(rows):
-        assert outcomes[str(i)].token_ids == alone(model, ids, params).token_ids
+    harness.check()
     stats = speculation.stats()
     assert stats["drafted"] == stats["accepted"] > 0
 
@@ -119,7 +112,7 @@ def test_answers_are_those_without_a_head(case: str) -> None:
     model, head = with_eagle() if case == "eagle" else with_head(case, right=False)
     speculation, source = speculation_of(model, head, 3, num_pages=60, max_batch=3)
     harness = Harness(model, proposer=speculation, max_batch=4)
-    assert_plain_answers(harness, model, forget=source._start_afresh)
+    check_answers(harness, forget=source._start_afresh)
     assert speculation.stats()["drafted"] > 40
     assert not source._held
     assert not source._follows
@@ -160,10 +153,9 @@ def test_a_head_shares_nothing_between_pictures() -> None:
     reused = []
     for name, seed in enumerate((1, 2, 1)):
         ids, pictures = placed(prompt(40), picture(seed, 4, 4), prompt(60))
-        harness.add(str(name), ids, GREEDY, pictures=pictures)
-        plain = alone(model, ids, GREEDY, pictures=pictures)
-        assert harness.drain()[str(name)].token_ids == plain.token_ids
+        harness.run(str(name), ids, GREEDY, pictures=pictures)
         reused.append(prefix.tokens_reused)
+    harness.check()
     assert reused[:2] == [0, 0]
     assert reused[2] >= 80
     assert speculation.stats()["drafted"] > 0
@@ -180,8 +172,7 @@ def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:
     harness = Harness(model, proposer=speculation)
     harness.add("greedy", prompt(30), GREEDY)
     harness.add("drawn", prompt(40, 1), DRAWN)
-    outcomes = harness.drain()
-    assert outcomes["greedy"].token_ids == alone(model, prompt(30), GREEDY).token_ids
+    harness.check("greedy")
     stats = speculation.stats()
     assert stats["accepted"] >= 0.95 * stats["drafted"] > 0
 
@@ -219,9 +210,8 @@ def test_an_mtp_head_gives_the_logits_of_transformers(case: str, tmp_path: Path)
 def test_the_head_of_a_text_inside_of_another_model_is_that_of_the_text(tmp_path: Path) -> None:
     """Kimi K2.5 has the text of DeepSeek V3."""
     alone = mtp_checkpoint(tmp_path / "alone", "deepseek_v3-v4")
-    text = json.loads((alone / "config.json").read_text())
-    arrays: Any = mx.load(str(alone / "model.safetensors"))
-    inside = {f"language_model.{name}": array for name, array in arrays.items()}
+    inside = {f"language_model.{name}": array for name, array in arrays_in(alone).items()}
+    text = config_of(alone)
     whole = {"model_type": "kimi_k25", "text_config": text, "hidden_size": 64, "vocab_size": 96}
     folder = tiny.write(tmp_path / "whole", whole, inside)
     assert_close(of_head(folder), mx.array(np.load(REFERENCES / "deepseek_v3-v4.npz")["logits"]))
@@ -230,9 +220,8 @@ def test_the_head_of_a_text_inside_of_another_model_is_that_of_the_text(tmp_path
 def test_the_head_of_xing_is_that_of_deepseek_v3(tmp_path: Path) -> None:
     """It has no connections, and reads what the last norm gives of all streams."""
     folder = mtp_checkpoint(tmp_path / "xing", "xing4_0-v4")
-    config = {**json.loads((folder / "config.json").read_text()), "model_type": "deepseek_v3"}
-    arrays: Any = mx.load(str(folder / "model.safetensors"))
-    plain = {name: array for name, array in arrays.items() if "_hc." not in name}
+    config = {**config_of(folder), "model_type": "deepseek_v3"}
+    plain = {name: array for name, array in arrays_in(folder).items() if "_hc." not in name}
     assert_close(of_head(folder), mx.array(of_head(tiny.write(tmp_path / "v3", config, plain))))
 
 
@@ -240,7 +229,7 @@ def test_of_several_heads_the_first_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = mtp_checkpoint(tmp_path / "one", "mimo_v2_flash-v4")
-    arrays: Any = mx.load(str(one / "model.safetensors"))
+    arrays = arrays_in(one)
     front = "model.mtp.layers."
     more = {
         name.replace(f"{front}0.", f"{front}{index}."): array + 1
@@ -248,8 +237,7 @@ def test_of_several_heads_the_first_is_read(
         for index in (1, 2)
         if name.startswith(front)
     }
-    config = json.loads((one / "config.json").read_text())
-    three = tiny.write(tmp_path / "three", config, arrays | more)
+    three = tiny.write(tmp_path / "three", config_of(one), arrays | more)
     wanted = of_head(one)
     assert not caplog.records
     assert np.array_equal(of_head(three), wanted)
@@ -278,14 +266,14 @@ def test_an_mtp_head_gives_the_logits_of_its_definition(case: str, tmp_path: Pat
 def of_head(folder: Path) -> np.ndarray:
     """Logits (T, V) of the head in a folder."""
     model = load(folder)
-    ids, hidden = head_inputs(json.loads((folder / "config.json").read_text()))
+    ids, hidden = head_inputs(config_of(folder))
     return run_head(load_mtp(folder, model), ids.tolist(), hidden, [13, 14])
 
 
 def reference_mtp(folder: Path) -> mx.array:
     """Logits (T, V)."""
-    stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    stated = config_of(folder)
+    tensors = arrays_in(folder)
     eps, names = stated["rms_norm_eps"], ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     embedding_norm, hidden_norm, last_norm = (tensors[f"mtp.{n}.weight"] + 1.0 for n in names)
     ids, hidden = (mx.array(input) for input in head_inputs(stated))
@@ -300,8 +288,8 @@ def reference_mtp(folder: Path) -> mx.array:
 
 def layer_of_mlx_lm(folder: Path) -> Any:
     """mlx-lm's decoder layer with the head's weights, in place of one that is like it."""
-    stated: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    stated = config_of(folder)
+    tensors = arrays_in(folder)
     index = max(
         int(n.split(".")[2]) for n in tensors if n.startswith("model.layers.") and "o_proj" in n
     )
@@ -330,7 +318,7 @@ def test_an_eagle_head_gives_the_logits_of_its_definition(normed: bool, tmp_path
     ids = prompt(21, vocab=stated["vocab_size"])
     hidden = np.random.default_rng(0).standard_normal((21, 3 * stated["hidden_size"]))
     ours = run_head(head, ids, hidden.astype(np.float32), [13, 14])
-    tensors: Any = mx.load(str(folder / "model.safetensors"))
+    tensors = arrays_in(folder)
     token_ids = mx.arange(60) + tensors["d2t"].astype(mx.int32)
     embedded = model.embed(mx.array(ids))
     reference = reference_eagle(tensors, embedded, mx.array(hidden.astype(np.float32)), normed)

@@ -349,6 +349,10 @@ def _edit(session: ChatSession, text: str) -> CommandReply:
     return CommandReply(ask=text) if text else CommandReply(edit=last)
 
 
+def _regen(session: ChatSession, _: str) -> CommandReply:
+    return CommandReply(ask=_last_question(session))
+
+
 def _stats(session: ChatSession, _: str) -> CommandReply:
     info = session.llm.model_info
     rows = [
@@ -428,8 +432,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "system": ("[TEXT|off]", _system, "show or change the system message"),
     "set": ("[KEY [VALUE]]", _set, "show or change how tokens are chosen"),
     "clear": ("", _clear, "forget the conversation"),
-    "regen": ("", lambda session, _: CommandReply(ask=_last_question(session)),
-              "answer the last message again"),
+    "regen": ("", _regen, "answer the last message again"),
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
     "undo": ("", _undo, "take back the last message and its answer"),
     "copy": ("", _copy, "copy the last answer"),
@@ -441,7 +444,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "tools": ("", _tools, "the tools that answers may call"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", lambda *_: CommandReply(quit=True), "leave (or Ctrl-D)"),
-}  # fmt: skip
+}
 OTHER_NAMES = {"exit": "quit", "bye": "quit", "?": "help"}  # those of other programs
 
 

@@ -5,7 +5,6 @@ import sys
 from base64 import b64encode
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from ._markdown import WaitingLine, until_first_word
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
-    apply_options,
     effort_option,
     llm_arguments,
     model_option,
@@ -52,27 +50,40 @@ STOPPED = "Error: the user stopped this call."
 LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one question at most."
 
 
-OPTIONS = (
-    model_option,
-    sampling_options,
-    system_option,
-    think_option,
-    effort_option,
-    click.option("--show-thinking/--hide-thinking", default=True, show_default=True,
-                 help="Show the model's thoughts, dim."),
-    click.option("-c", "--continue", "continued", metavar="[ID]", is_flag=False, flag_value="last",
-                 help="Go on with the last conversation, or the one whose id begins with ID."),
-    click.option("--history/--no-history", default=True, show_default=True,
-                 help="Keep a conversation of a terminal on this disk."),
-    click.option("--tools", metavar="FILE",
-                 type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                 help="Let the model call the functions of a Python file; each call asks first."),
-    one_request_options,
-)  # fmt: skip
-
-
 @click.command(cls=GroupedCommand)
-@partial(apply_options, OPTIONS)
+@model_option
+@sampling_options
+@system_option
+@think_option
+@effort_option
+@click.option(
+    "--show-thinking/--hide-thinking",
+    default=True,
+    show_default=True,
+    help="Show the model's thoughts, dim.",
+)
+@click.option(
+    "-c",
+    "--continue",
+    "continued",
+    metavar="[ID]",
+    is_flag=False,
+    flag_value="last",
+    help="Go on with the last conversation, or the one whose id begins with ID.",
+)
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep a conversation of a terminal on this disk.",
+)
+@click.option(
+    "--tools",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Let the model call the functions of a Python file; each call asks first.",
+)
+@one_request_options
 @click.pass_context
 def command(
     ctx: click.Context, /, model: str, continued: str | None, history: bool, **options: Any

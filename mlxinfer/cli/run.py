@@ -5,7 +5,6 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from ._model import fetch
 from ._open import ADAPTER, default_model, open_llm
 from ._options import (
     GroupedCommand,
-    apply_options,
     effort_option,
     json_option,
     llm_arguments,
@@ -45,38 +43,55 @@ SEEING_DEMO = "demo-vision"  # answers where a picture is given and no model
 MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 
 
-OPTIONS = (
-    click.argument("prompt", required=False),
-    model_option,
-    sampling_options,
-    system_option,
-    click.option("-f", "--file", "files", type=click.Path(path_type=Path), multiple=True,
-                 help="Text file to send along; repeatable."),
-    click.option("--image", "images", metavar="FILE", multiple=True,
-                 help='Picture to send along, "-" from a pipe; repeatable.'),
-    click.option("--video", "videos", metavar="FILE", multiple=True,
-                 help="Video to send along; repeatable."),
-    click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer."),
-    think_option,
-    effort_option,
-    click.option("--show-thinking/--hide-thinking", default=None,
-                 help="Write the model's thoughts; in a pipe they go to stderr.  [default: on a "
-                 "terminal]"),
-    click.option("-c", "--continue", "continued", flag_value="last",
-                 help="Go on with the last conversation."),
-    click.option("--history/--no-history", default=True, show_default=True,
-                 help="Keep the last answer, for --continue."),
-    click.option("--raw", is_flag=True,
-                 help="Continue the text of PROMPT, without a chat template and the model's own "
-                 "sampling: by the most probable tokens, 512 at most."),
-    one_request_options,
-    click.option("--stats", is_flag=True, help="Write counts and rates to stderr."),
-    json_option,
-)  # fmt: skip
-
-
 @click.command(cls=GroupedCommand)
-@partial(apply_options, OPTIONS)
+@click.argument("prompt", required=False)
+@model_option
+@sampling_options
+@system_option
+@click.option(
+    "-f",
+    "--file",
+    "files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Text file to send along; repeatable.",
+)
+@click.option(
+    "--image",
+    "images",
+    metavar="FILE",
+    multiple=True,
+    help='Picture to send along, "-" from a pipe; repeatable.',
+)
+@click.option(
+    "--video", "videos", metavar="FILE", multiple=True, help="Video to send along; repeatable."
+)
+@click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
+@think_option
+@effort_option
+@click.option(
+    "--show-thinking/--hide-thinking",
+    default=None,
+    help="Write the model's thoughts; in a pipe they go to stderr.  [default: on a terminal]",
+)
+@click.option(
+    "-c", "--continue", "continued", flag_value="last", help="Go on with the last conversation."
+)
+@click.option(
+    "--history/--no-history",
+    default=True,
+    show_default=True,
+    help="Keep the last answer, for --continue.",
+)
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="Continue the text of PROMPT, without a chat template and the model's own sampling: by "
+    "the most probable tokens, 512 at most.",
+)
+@one_request_options
+@click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
+@json_option
 @click.pass_context
 def command(ctx: click.Context, /, prompt: str | None, model: str, **options: Any) -> None:
     """Answer PROMPT and exit.

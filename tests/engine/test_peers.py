@@ -103,10 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: PeerServer
 
     def do_POST(self) -> None:
-        path, raw = (
-            self.path.rpartition("/")[2],
-            self.rfile.read(int(self.headers["content-length"])),
-        )
+        path = self.path.rpartition("/")[2]
+        raw = self.rfile.read(int(self.headers["content-length"]))
         self.server.asked.append(path)
         reply = self.server.reply(path, json.loads(raw))
         if reply is None:
@@ -136,6 +134,24 @@ def served(made: Engine, fault: Any = None, port: int = 0) -> Iterator[PeerServe
         server.shutdown()
 
 
+@contextmanager
+def pair(
+    case: str = "qwen3-v4", fault: Any = None, **changes: Any
+) -> Iterator[tuple[Engine, PeerServer, Engine]]:
+    """An engine, itself as a peer, and an engine that asks it."""
+    with (
+        engine(case, **changes) as first,
+        served(first, fault) as peer,
+        engine(case, (peer.url,), **changes) as second,
+    ):
+        yield first, peer, second
+
+
+def of(path: str, change: Callable[[list[bytes], bytes], Any]) -> Any:
+    """A fault of a peer: what it makes of the keys and the reply of one path."""
+    return lambda asked, keys, reply: change(keys, reply) if asked == path else reply
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are long enough for a busy machine, and no prompt is too short to ask for."""
@@ -151,7 +167,7 @@ def plain(case: str, ids: list[int], **kv: Any) -> list[int]:
 @pytest.mark.parametrize("case", every(2, CASES))
 def test_a_prompt_that_a_peer_has_is_not_computed(case: str) -> None:
     ids = prompt(140)
-    with engine(case) as first, served(first) as peer, engine(case, (peer.url,)) as second:
+    with pair(case) as (first, _, second):
         assert answer(first, ids)[0] == plain(case, ids)
         assert answer(second, ids) == (plain(case, ids), 128)
         longer = ids[:100] + prompt(60, 3)
@@ -163,28 +179,25 @@ def test_a_prompt_that_a_peer_has_is_not_computed(case: str) -> None:
 
 def test_stored_bits_travel_as_they_are() -> None:
     ids, kv = prompt(140), KVOptions(bits=(8, 4))
-    with engine("qwen3-v4", kv=kv) as first, served(first) as peer:
+    with pair(kv=kv) as (first, _, second):
         tokens, _ = answer(first, ids)
-        with engine("qwen3-v4", (peer.url,), kv=kv) as second:
-            assert answer(second, ids) == (tokens, 128)
+        assert answer(second, ids) == (tokens, 128)
 
 
 def test_only_requests_of_one_salt_share_pages() -> None:
     ids = prompt(140)
-    with engine("qwen3-v4") as first, served(first) as peer:
+    with pair() as (first, _, second):
         answer(first, ids, "a")
-        with engine("qwen3-v4", (peer.url,)) as second:
-            assert answer(second, ids, "b")[1] == answer(second, ids)[1] == 0
-            assert answer(second, ids, "a")[1] == 128
+        assert answer(second, ids, "b")[1] == answer(second, ids)[1] == 0
+        assert answer(second, ids, "a")[1] == 128
 
 
 def test_what_is_sent_is_hardly_more_than_the_pages() -> None:
     ids = prompt(1000)
-    with engine("qwen3-v4") as first, served(first) as peer:
+    with pair() as (first, peer, second):
         answer(first, ids)
         page_bytes = first.call(lambda loop: loop.store.page_bytes)
-        with engine("qwen3-v4", (peer.url,)) as second:
-            assert answer(second, ids)[1] == 992
+        assert answer(second, ids)[1] == 992
         beside = peer.num_bytes - 62 * sum(page_bytes)
         # of a page: its entry's head, its key in both requests; and what three requests cost
         assert beside <= 62 * (entry_bytes(PAGE, 0) + 100) + 3000
@@ -208,11 +221,7 @@ def test_a_prompt_is_computed_elsewhere(case: str, monkeypatch: pytest.MonkeyPat
 def test_a_peer_that_is_slower_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.engine.pagestore.PageStore.computing_s", lambda *_: 1.0)
     slow = threading.Event()
-
-    def fault(path: str, keys: list[bytes], reply: bytes) -> bytes:
-        _ = path == "compute" and slow.wait(5)
-        return reply
-
+    fault = of("compute", lambda _, reply: (slow.wait(5), reply)[1])
     with (
         engine("qwen3-v4") as first,
         served(first, fault) as peer,
@@ -260,11 +269,9 @@ class Faults:
                 time.sleep(self._rng.random() / 5)
             case "corrupt" if reply:
                 bit = self._rng.randrange(8 * len(reply))
-                return (
-                    reply[: bit // 8]
-                    + bytes([reply[bit // 8] ^ 1 << bit % 8])
-                    + reply[bit // 8 + 1 :]
-                )
+                changed = bytearray(reply)
+                changed[bit // 8] ^= 1 << bit % 8
+                return bytes(changed)
             case "cut":
                 return reply[: self._rng.randrange(len(reply) + 1)]
             case "noise":
@@ -327,43 +334,36 @@ def test_a_silent_peer_costs_one_bounded_wait(monkeypatch: pytest.MonkeyPatch) -
 def test_a_slow_peer_costs_one_bounded_wait(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "UNMEASURED_S", 1.0)
 
-    def fault(asked: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
-        return drips(reply) if asked == path else reply
-
-    def drips(reply: bytes) -> Iterator[bytes]:
+    def drips(_: list[bytes], reply: bytes) -> Iterator[bytes]:
         for i in range(min(len(reply), 60)):
             time.sleep(0.1)
             yield reply[i : i + 1]
 
-    with engine("qwen3-v4") as first, served(first, fault) as peer:
+    with pair(fault=of(path, drips)) as (first, peer, asking):
         for seed in range(3):
             answer(first, prompt(140, seed))
-        with engine("qwen3-v4", (peer.url,)) as asking:
-            for seed in range(3):
-                ids = prompt(140, seed)
-                assert answer(asking, ids) == (plain("qwen3-v4", ids), 0)
-            assert asking.stats()["peers"]["failures"] == 1
-            assert peer.asked.count(path) == 1
+        for seed in range(3):
+            ids = prompt(140, seed)
+            assert answer(asking, ids) == (plain("qwen3-v4", ids), 0)
+        assert asking.stats()["peers"]["failures"] == 1
+        assert peer.asked.count(path) == 1
 
 
 def test_a_slow_peer_gives_what_it_can_and_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "UNMEASURED_S", 5.0)
 
-    def fault(asked: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
-        return pages(reply, len(reply) // len(keys)) if asked == "entries" else reply
-
-    def pages(reply: bytes, size: int) -> Iterator[bytes]:
+    def pages(keys: list[bytes], reply: bytes) -> Iterator[bytes]:
+        size = len(reply) // len(keys)
         for at in range(0, len(reply), size):
             if at == 4 * size:
                 time.sleep(8)
             yield reply[at : at + size]
 
     ids = prompt(140)
-    with engine("qwen3-v4") as first, served(first, fault) as peer:
+    with pair(fault=of("entries", pages)) as (first, _, asking):
         answer(first, ids)
-        with engine("qwen3-v4", (peer.url,)) as asking:
-            assert answer(asking, ids) == (plain("qwen3-v4", ids), 4 * PAGE)
-            assert asking.stats()["peers"]["failures"] == 0
+        assert answer(asking, ids) == (plain("qwen3-v4", ids), 4 * PAGE)
+        assert asking.stats()["peers"]["failures"] == 0
 
 
 def test_requests_that_fail_together_are_one_failure() -> None:
@@ -389,15 +389,8 @@ def test_endless_bytes_are_read_no_further_than_what_was_asked_for() -> None:
             yield bytes(1 << 16)
             num_sent += 1 << 16
 
-    def fault(path: str, keys: list[bytes], reply: bytes) -> bytes | Iterator[bytes]:
-        return noise() if path == "held" else reply
-
     ids = prompt(140)
-    with (
-        engine("qwen3-v4") as first,
-        served(first, fault) as peer,
-        engine("qwen3-v4", (peer.url,)) as asking,
-    ):
+    with pair(fault=of("held", lambda *_: noise())) as (_, _, asking):
         assert answer(asking, ids) == (plain("qwen3-v4", ids), 0)
     assert num_sent < peers.MAX_HEAD_BYTES + (16 << 20), "what the system's buffers take"
 
@@ -429,33 +422,31 @@ def held_by(gate: threading.Event) -> Callable[[str, list[bytes], bytes], bytes]
 def test_clients_that_leave_cost_a_peer_nothing() -> None:
     ids, gate = prompt(140), threading.Event()
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    with engine("qwen3-v4") as first, served(first, held_by(gate)) as peer:
+    with pair(fault=held_by(gate)) as (first, _, second):
         answer(first, ids)
-        with engine("qwen3-v4", (peer.url,)) as second:
-            for n in range(8):  # more than may ask at once
-                second.submit(Request(f"gone {n}", prompt(140, n), FEW), events.put)
-            time.sleep(0.3)
-            for n in range(8):
-                second.abort(f"gone {n}")
-            gate.set()
-            assert answer(second, ids) == (plain("qwen3-v4", ids), 128)
-            assert second.stats()["peers"]["failures"] == 0
+        for n in range(8):  # more than may ask at once
+            second.submit(Request(f"gone {n}", prompt(140, n), FEW), events.put)
+        time.sleep(0.3)
+        for n in range(8):
+            second.abort(f"gone {n}")
+        gate.set()
+        assert answer(second, ids) == (plain("qwen3-v4", ids), 128)
+        assert second.stats()["peers"]["failures"] == 0
 
 
 def test_requests_go_on_while_one_waits_for_peers() -> None:
     ids, gate = prompt(140), threading.Event()
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-    with engine("qwen3-v4") as first, served(first, held_by(gate)) as peer:
+    with pair(fault=held_by(gate)) as (first, _, second):
         answer(first, ids)
-        with engine("qwen3-v4", (peer.url,)) as second:
-            second.submit(Request("waits", ids, FEW), events.put)
-            second.submit(Request("gone", prompt(140, 5), FEW), events.put)
-            assert answer(second, prompt(20))[0] == plain("qwen3-v4", prompt(20))
-            assert second.stats()["waiting"] == 0
-            second.abort("gone")
-            assert events.get(timeout=60).request_id == "gone"
-            gate.set()
-            assert events.get(timeout=60).cached_tokens == 128
+        second.submit(Request("waits", ids, FEW), events.put)
+        second.submit(Request("gone", prompt(140, 5), FEW), events.put)
+        assert answer(second, prompt(20))[0] == plain("qwen3-v4", prompt(20))
+        assert second.stats()["waiting"] == 0
+        second.abort("gone")
+        assert events.get(timeout=60).request_id == "gone"
+        gate.set()
+        assert events.get(timeout=60).cached_tokens == 128
 
 
 def test_a_namespace_that_differs_gets_nothing() -> None:

@@ -52,10 +52,11 @@ def assert_only_cached(scheduler: Scheduler) -> None:
         assert allocator.num_held == len(prefix.by_id[group]) == prefix.num_evictable(group)
 
 
-def step(scheduler: Scheduler, token: int = 7) -> Batch:
-    """One step, read at once."""
-    batch = try_step(scheduler, token)
-    assert batch is not None
+def step(scheduler: Scheduler, token: int = 7, *, times: int = 1) -> Batch:
+    """Steps, each read at once; the last one."""
+    for _ in range(times):
+        batch = try_step(scheduler, token)
+        assert batch is not None
     return batch
 
 
@@ -199,8 +200,7 @@ def test_long_prompts_that_wait_are_compared_once(monkeypatch: pytest.MonkeyPatc
     scheduler = build(pages=400, chunk=2 * PAGE)
     for i in range(30):
         scheduler.queues.add(request(str(i), 100 * PAGE, shared=90 * PAGE), max_output=8)
-    for _ in range(50):
-        step(scheduler)
+    step(scheduler, times=50)
     assert compared == 29
 
 

@@ -23,10 +23,11 @@ def add(
     num_prompt: int,
     max_tokens: int,
     priority: int = 0,
+    prompt_ids: list[int] | None = None,
 ) -> Sequence:
     asked = request(name, num_prompt, max_tokens)
     asked.priority = priority
-    asked.prompt_ids = [hash((name, i)) % 10**6 for i in range(num_prompt)]
+    asked.prompt_ids = prompt_ids or [hash((name, i)) % 10**6 for i in range(num_prompt)]
     asked.tenant = tenant
     return scheduler.queues.add(asked, max_output=max_tokens)
 
@@ -104,11 +105,9 @@ def test_a_light_tenant_gets_a_slot_at_once() -> None:
     scheduler = build(pages=400, max_batch=4, chunk=64)
     for i in range(30):
         add(scheduler, f"heavy{i}", HEAVY, 8, 50)
-    for _ in range(10):
-        step(scheduler)
+    step(scheduler, times=10)
     light = add(scheduler, "light", LIGHT, 8, 4)
-    for _ in range(5):
-        step(scheduler)
+    step(scheduler, times=5)
     assert light.finished
     assert scheduler.counters.preemptions == 1
     step(scheduler)
@@ -118,8 +117,7 @@ def test_a_light_tenant_gets_a_slot_at_once() -> None:
 def test_with_one_slot_tenants_take_turns_of_a_slice() -> None:
     scheduler = build(pages=800, max_batch=1, chunk=64)
     heavy = add(scheduler, "heavy", HEAVY, 8, 1000)
-    for _ in range(20):
-        step(scheduler)
+    step(scheduler, times=20)
     light = add(scheduler, "light", LIGHT, 8, 1000)
     changes, runs = 0, heavy
     for _ in range(2 * SLICE):
@@ -189,8 +187,7 @@ def test_requests_in_the_background_stay_behind_those_of_every_tenant() -> None:
     """A slot for each other request at once, and nearly all steps; they still go on."""
     scheduler = build(pages=4000, max_batch=4, chunk=64)
     behind = [add(scheduler, f"b{i}", HEAVY.at(1), 20, 400) for i in range(8)]
-    for _ in range(20):
-        step(scheduler)
+    step(scheduler, times=20)
     assert held(scheduler) == {HEAVY.at(1): 4}
     for tenant in (HEAVY, LIGHT):
         asked = add(scheduler, f"of {tenant.name}", tenant, 20, 4)
@@ -198,12 +195,10 @@ def test_requests_in_the_background_stay_behind_those_of_every_tenant() -> None:
         assert asked.num_answered == 1
     for i in range(30):
         add(scheduler, f"h{i}", HEAVY, 20, 100)
-    for _ in range(20):
-        step(scheduler)
+    step(scheduler, times=20)
     assert held(scheduler)[HEAVY] == 3
     before = sum(s.num_answered for s in behind)
-    for _ in range(100):
-        step(scheduler)
+    step(scheduler, times=100)
     assert sum(s.num_answered for s in behind) > before, "none starves"
 
 
@@ -213,8 +208,7 @@ def test_steps_to_a_first_token_beside_64_requests(tenant: Tenant, least: int, m
     scheduler = build(pages=4000, max_batch=16, chunk=64)
     for i in range(64):
         add(scheduler, f"heavy{i}", HEAVY, 20 + 7 * i % 60, 200)
-    for _ in range(100):
-        step(scheduler)
+    step(scheduler, times=100)
     light, steps = add(scheduler, "light", tenant, 20, 4), 0
     while not light.num_answered:
         step(scheduler)
@@ -245,17 +239,13 @@ def test_a_flood_evicts_no_prefix_within_another_share(seed: int, weight: float)
     assert allocator.num_free < 20, "one tenant alone uses everything"
     share = int(pages * weight / (1 + weight))
     length = rnd.randint(2, share - 2) * scheduler.page_size
-    asked = request("first", length, 1)
-    asked.prompt_ids = [7000 + i for i in range(length)]
-    asked.tenant = light
-    scheduler.queues.add(asked, max_output=1)
+    ids = [7000 + i for i in range(length)]
+    add(scheduler, "first", light, length, 1, prompt_ids=ids)
     finish(scheduler)
     for turn in range(1, 4):
         flood(turn)
-        again = request(f"again {turn}", length + 8, 1)
-        again.prompt_ids = [*asked.prompt_ids, *range(9000 + turn, 9008 + turn)]
-        again.tenant = light
-        sequence = scheduler.queues.add(again, max_output=1)
+        longer = [*ids, *range(9000 + turn, 9008 + turn)]
+        sequence = add(scheduler, f"again {turn}", light, length + 8, 1, prompt_ids=longer)
         finish(scheduler)
         assert sequence.num_cached >= length, f"seed {seed}, turn {turn}"
     assert_only_cached(scheduler)
@@ -307,8 +297,7 @@ def test_a_small_request_passes_one_that_waits_for_memory() -> None:
     scheduler = build(pages=60, max_batch=4, chunk=64)
     for i in range(2):
         add(scheduler, f"heavy{i}", HEAVY, 60, 40)
-    for _ in range(5):
-        step(scheduler)
+    step(scheduler, times=5)
     large = add(scheduler, "large", Tenant("large", 0.5), 150, 1)
     step(scheduler)
     assert large.slot < 0

@@ -5,7 +5,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from bench.bench_parts import check
-from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
 from benchmarks.dispatches import VIEWS, as_on_metal, our_steps, run, traced
@@ -38,18 +37,15 @@ def test_views_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("bits", "most"), [(None, 12), (8, 12), (4, 13)])
-def test_a_layer_that_takes_keys_for_values(
-    bits: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_takes_keys_for_values(bits: int | None, most: int, tmp_path: Path) -> None:
     """As many as others, and one that brings values back into their order."""
-    sizes = {**CASES["gemma4_text-v4"], "head_dim": 64, "global_head_dim": 256}
+    sizes = {"head_dim": 64, "global_head_dim": 256}
     sizes |= {"enable_moe_block": False, "max_position_embeddings": 256}
     counts = []
     for number in (1, 2):
         layers = ["sliding_attention", *["full_attention"] * number]
-        layer_sizes = {"num_hidden_layers": len(layers), "layer_types": layers}
-        monkeypatch.setitem(CASES, "wide", {**sizes, **layer_sizes})
-        folder = tiny_checkpoint(tmp_path / str(number), "wide")
+        sizes |= {"num_hidden_layers": len(layers), "layer_types": layers}
+        folder = tiny_checkpoint(tmp_path / str(number), "gemma4_text-v4", **sizes)
         with as_on_metal():
             step = our_steps(folder, bits)
             names = traced(step, mx.zeros((1,), mx.int32))

@@ -12,7 +12,7 @@ from cache.prefix_invariants import check
 from engine.recurrent import hybrid_model
 from models.bonsai import pack
 from models.puzzle import puzzle
-from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
+from models.tiny import quantized, tiny_checkpoint, tiny_config, write
 from models.zoo_table import small_model
 
 from mlxinfer.config import EngineConfig, KVOptions
@@ -52,11 +52,20 @@ def tiny_model(case: str, *, quantized: bool = False) -> Model:
 def turning_model(case: str) -> Model:
     """A tiny quantised model that turns by three positions."""
     base, sections = TURNING[case]
-    config = dict(tiny_config(base))
-    config["rope_parameters"] = {**config["rope_parameters"], **sections}
-    config["attention_bias"] = False  # 4-bit keys are refused with biases before a norm
-    tensors = quantized(arrays_of(config), QUANTIZED)
-    return load(write(Path(mkdtemp()), {**config, "quantization": QUANTIZED}, tensors))
+    changes = {"rope_parameters": {**tiny_config(base)["rope_parameters"], **sections}}
+    changes |= {"attention_bias": False}  # 4-bit keys are refused with biases before a norm
+    return load(tiny_checkpoint(Path(mkdtemp()), base, quantize=QUANTIZED, **changes))
+
+
+def wide_model(
+    case: str = "qwen3-v4", *, layers: int = 2, bits: int | None = None, **sizes: Any
+) -> Model:
+    """A tiny model with a head dim that the kernels have; its weights in so many bits."""
+    sizes = {"head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 256} | sizes
+    if (types := tiny_config(case).get("layer_types")) is not None:
+        sizes["layer_types"] = types[-layers:]
+    form = None if bits is None else {"group_size": 32, "bits": bits}
+    return load(tiny_checkpoint(Path(mkdtemp()), case, quantize=form, **sizes))
 
 
 @cache

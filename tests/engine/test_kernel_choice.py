@@ -4,12 +4,10 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 
 import mlx.core as mx
 import pytest
-from engine.harness import config, prompt
-from models.cases import CASES
+from engine.harness import config, prompt, wide_model
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache.layout import LayerCache, kernel_uses, lay_out
@@ -35,13 +33,6 @@ from mlxinfer.sampling.sampler import Sampler
 from tests.waiting import wait_until
 
 DECODE = {"paged_attention", "kv_write", "tail_write", "gate_up", "sample"}
-
-
-def wide_model(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Model:
-    """A tiny model with a head dim that the kernels have."""
-    wide = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 256, **sizes}
-    monkeypatch.setitem(CASES, "wide", {**CASES["qwen3-v4"], **wide})
-    return load(tiny_checkpoint(Path(mkdtemp()), "wide"))
 
 
 class RecordingChooser:
@@ -79,9 +70,9 @@ def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
     return Chosen(Kernels(uses, chooser, **how), layers, sampler)
 
 
-def test_before_the_first_step_only_decode_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_the_first_step_only_decode_is_checked() -> None:
     chooser = RecordingChooser()
-    chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    chosen = kernels_of(wide_model(), chooser, when_idle=True)
     kernels, sampler = chosen.kernels, chosen.sampler
     (first,) = chooser.calls
     assert {variant.kind for variant in first} == DECODE
@@ -103,8 +94,8 @@ def test_before_the_first_step_only_decode_is_checked(monkeypatch: pytest.Monkey
     assert kernels.stats() == {"ready": len(DECODE) + 3, "refused": 0, "asked": 0}
 
 
-def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide_model(monkeypatch, num_attention_heads=8, num_key_value_heads=1)
+def test_numbers_of_queries_are_admitted_one_by_one() -> None:
+    model = wide_model(num_attention_heads=8, num_key_value_heads=1)
     everything = kernels_of(model, RecordingChooser()).layers[0].ready
     assert all(everything(count) for count in range(1, 9))
     few = RecordingChooser(max_queries=4)
@@ -136,9 +127,9 @@ def test_gate_and_up_are_folded_for_as_many_rows_as_were_admitted(tmp_path: Path
     assert not any(mlp.ready(1) for mlp in mlps)
 
 
-def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_variant_is_not_checked_again() -> None:
     chooser = RecordingChooser(["bitmask"])
-    chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    chosen = kernels_of(wide_model(), chooser, when_idle=True)
     dtype = chooser.calls[0][0].dtype
     for _ in range(3):
         assert not chosen.sampler.has_kernel(bitmask_variant(dtype))
@@ -147,7 +138,7 @@ def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_an_answer_asks_for_is_checked_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, running, idle = wide_model(monkeypatch), threading.Event(), threading.Event()
+    model, running, idle = wide_model(), threading.Event(), threading.Event()
 
     def choose(variants: Sequence[Variant]) -> Mapping[Variant, Loads]:
         assert not running.is_set(), "checked in the middle of an answer"
@@ -180,7 +171,7 @@ def test_what_an_answer_asks_for_is_checked_when_idle(monkeypatch: pytest.Monkey
 
 
 def test_an_engine_waiting_to_check_kernels_can_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ended = wide_model(monkeypatch), threading.Event()
+    model, ended = wide_model(), threading.Event()
     monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: RecordingChooser(DECODE))
     monkeypatch.setattr(engine_module, "IDLE_S", 60.0)
     engine = Engine(generation(lambda: (model, config(), None)))

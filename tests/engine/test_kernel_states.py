@@ -10,7 +10,6 @@ import pytest
 from engine.harness import Harness, prompt
 from engine.oracle import Oracle
 from metal_cpu import MetalCPU, requires_compiler
-from models.cases import CASES
 from models.runs import every
 from models.tiny import tiny_checkpoint
 
@@ -42,10 +41,9 @@ WIDE: dict[str, dict[str, Any]] = {  # sizes that the kernels have
 RAN = {"qwen3_5_text-v4": "delta_step", "granitemoehybrid-v4": "ssm_step", "lfm2-v4": "conv_step"}
 
 
-def wide_model(monkeypatch: pytest.MonkeyPatch, case: str) -> Model:
+def wide_model(case: str) -> Model:
     sizes = {"max_position_embeddings": 256, **WIDE[case]}
-    monkeypatch.setitem(CASES, "wide", {**CASES[case], **sizes})
-    return load(tiny_checkpoint(Path(mkdtemp()), "wide"))
+    return load(tiny_checkpoint(Path(mkdtemp()), case, **sizes))
 
 
 def only(*kinds: str) -> Chooser:
@@ -73,9 +71,9 @@ def tokens(harness: Harness) -> dict[str, list[int]]:
 
 @requires_compiler
 @pytest.mark.parametrize("case", every(3, WIDE))
-def test_same_tokens_as_plain_mlx(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_tokens_as_plain_mlx(case: str) -> None:
     """Decoded, verified and rolled back, several at once; then without kernels again."""
-    model = wide_model(monkeypatch, case)
+    model = wide_model(case)
     plain = tokens(answers(model, choose_none))
     machine = MetalCPU(seed=1)
     in_kernels = machine.clean(lambda: answers(model, only(*STEPS), known=plain))
@@ -90,8 +88,8 @@ def test_same_tokens_as_plain_mlx(case: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @requires_compiler
-def test_kernels_of_one_layer_are_used_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide_model(monkeypatch, "qwen3_5_text-v4")
+def test_kernels_of_one_layer_are_used_together() -> None:
+    model = wide_model("qwen3_5_text-v4")
     machine = MetalCPU(checked=False)
     with running_on(machine):
         answers(model, only("delta_step"))

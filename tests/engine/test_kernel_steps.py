@@ -8,12 +8,12 @@ from tempfile import mkdtemp
 import mlx.core as mx
 import pytest
 from engine.fake_grammar import FakeGrammar
-from engine.harness import Harness, Outcome, prompt
+from engine.harness import Harness, Outcome, prompt, wide_model
 from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
 from models.random_weights import random_tensor, tiny_tensors
 from models.runs import every
-from models.tiny import tiny_checkpoint, write
+from models.tiny import write
 
 from mlxinfer.cache import chunks, gathered
 from mlxinfer.cache.chunks import Chunk
@@ -43,19 +43,6 @@ EIGHT, FOUR, ROTATING = (
 CI = pytest.mark.ci
 SLOW = pytest.mark.slow  # what other cases have, too, if not all of it together
 MISSING = sorted({*KINDS} - {"gate_up"})  # the model has experts alone
-
-
-def wide_model(
-    monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2, bits: int | None = None
-) -> Model:
-    """A tiny model with a head dim that the kernels have; its weights in so many bits."""
-    sizes = {"head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
-    types = CASES[case].get("layer_types")
-    if types is not None:
-        sizes["layer_types"] = types[-layers:]
-    monkeypatch.setitem(CASES, "wide", {**CASES[case], **sizes})
-    form = None if bits is None else {"group_size": 32, "bits": bits}
-    return load(tiny_checkpoint(Path(mkdtemp()), "wide", quantize=form))
 
 
 def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
@@ -106,10 +93,8 @@ def compared(model: Model, kv: KVOptions, chooser: Chooser) -> tuple[set[str], l
         ("qwen3_moe-v4", EIGHT, 8),
     ],
 )
-def test_same_tokens_as_plain_mlx(
-    case: str, kv: KVOptions, bits: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = wide_model(monkeypatch, case, bits=bits)
+def test_same_tokens_as_plain_mlx(case: str, kv: KVOptions, bits: int | None) -> None:
+    model = wide_model(case, bits=bits)
     kinds: set[str] = set()
     ran, plain = compared(model, kv, choose_all(kinds))
     # MLX has fused attention for prompts of plain keys and values at this head dim.
@@ -151,10 +136,8 @@ def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -
     ("case", "kv"),
     [pytest.param("qwen3-v4", EIGHT, marks=SLOW), pytest.param("llama-v4", ROTATING, marks=CI)],
 )
-def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
-    case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = wide_model(monkeypatch, case)
+def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(case: str, kv: KVOptions) -> None:
+    model = wide_model(case)
     plain = run_crowded(model, kv, choose_none, 80)
     crowded = MetalCPU(seed=1).clean(lambda: run_crowded(model, kv, choose_all(set()), 5))
     assert crowded.loop.scheduler.counters.preemptions > 0
@@ -167,8 +150,7 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
 @pytest.fixture(scope="module")
 def wide() -> tuple[Model, list[Outcome]]:
     """A model and its answers in plain MLX."""
-    with pytest.MonkeyPatch.context() as patch:
-        model = wide_model(patch, "qwen3_moe-v4", layers=1, bits=8)
+    model = wide_model("qwen3_moe-v4", layers=1, bits=8)
     return model, run(model, EIGHT, choose_none)
 
 
@@ -235,10 +217,8 @@ def test_any_way_may_be_the_fastest(
     "kv",
     [pytest.param(KVOptions(), marks=CI), *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR))],
 )
-def test_keys_in_values_as_in_plain_mlx(kv: KVOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {**CASES["gemma4_text-v4"], "global_head_dim": 256, "enable_moe_block": False}
-    monkeypatch.setitem(CASES, "gemma4_text-v4", sizes)
-    model = wide_model(monkeypatch, "gemma4_text-v4")
+def test_keys_in_values_as_in_plain_mlx(kv: KVOptions) -> None:
+    model = wide_model("gemma4_text-v4", global_head_dim=256, enable_moe_block=False)
     assert [spec.joint_dim for spec in model.cache_specs] == [0, 320]
     joint: set[str] = set()
 
@@ -278,11 +258,9 @@ def test_mixed_streams_and_indexed_latent_attention_as_in_plain_mlx(kv: KVOption
         KVOptions(window=24, sinks=3),
     ],
 )
-def test_latent_attention_as_in_plain_mlx(kv: KVOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
-    sizes |= {"qk_nope_head_dim": 64, "v_head_dim": 64}
-    monkeypatch.setitem(CASES, "wide", {**CASES["deepseek_v3-v4"], **sizes})
-    model = load(tiny_checkpoint(Path(mkdtemp()), "wide"))
+def test_latent_attention_as_in_plain_mlx(kv: KVOptions) -> None:
+    sizes = dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 64)
+    model = wide_model("deepseek_v3-v4", kv_lora_rank=512, **sizes)
     ran, _ = compared(model, kv, choose_all(set()))
     assert "mla_attention" in ran
     assert ("tiled_attention" in ran) == (kv.window is None)

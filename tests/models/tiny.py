@@ -20,14 +20,19 @@ def tiny_config(case: str) -> dict[str, Any]:
 
 
 def tiny_checkpoint(
-    folder: Path, case: str, *, quantize: dict[str, Any] | None = None, seed: int = 0
+    folder: Path,
+    case: str,
+    *,
+    quantize: dict[str, Any] | None = None,
+    seed: int = 0,
+    **changes: Any,
 ) -> Path:
-    """Write config.json and model.safetensors into `folder` and return it.
+    """Write config.json, with these changes, and model.safetensors into `folder` and return it.
 
     `quantize` ({"group_size", "bits"} and perhaps "mode") quantises every matrix that has inputs in
     whole groups, as mlx-lm does; the experts of gpt_oss stay as they are.
     """
-    config = dict(tiny_config(case))
+    config = tiny_config(case) | changes
     arrays = arrays_of(config, seed)
     if quantize is not None:
         arrays = quantized(arrays, quantize)

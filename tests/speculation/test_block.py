@@ -12,7 +12,7 @@ from models.dense_kv import DenseCache
 from models.tiny import arrays_in, tiny_config
 from speculation.head_checkpoints import dflash_checkpoint, write
 from speculation.head_names import ASSISTANT, ASSISTANT_MODEL, BLOCK, assistant_tensors, head_inputs
-from speculation.test_predictors import check_answers
+from speculation.test_predictors import check_answers, rms
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
@@ -107,10 +107,6 @@ def reference_layer(
     inner = rms(x, weight["post_attention_layernorm.weight"])
     gate, up = (inner @ weight[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
     return x + (gate * mx.sigmoid(gate) * up) @ weight["mlp.down_proj.weight"].T
-
-
-def rms(x: mx.array, weight: mx.array) -> mx.array:
-    return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
 
 
 @pytest.mark.alike

@@ -194,7 +194,7 @@ def assert_close(ours: np.ndarray, reference: mx.array) -> None:
     assert np.abs(ours - wanted).max() <= 1e-4 * max(1.0, float(wanted.std()))
 
 
-def rms(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+def rms(x: mx.array, weight: mx.array, eps: float = 1e-6) -> mx.array:
     return x / mx.sqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 

@@ -53,10 +53,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
 
 
 @pytest.fixture
-def page(profile: Any, server: PageServer) -> Iterator[PageDriver]:
-    """A new tab at the page with nothing stored, and a model that answers at once."""
+def page(profile: Any, server: PageServer, request: pytest.FixtureRequest) -> Iterator[PageDriver]:
+    """A new tab at the page with nothing stored, and a model that answers at once.
+
+    `window` gives it another size, or other media.
+    """
     server.script.reset()
-    with PageDriver(profile, server) as driver:
+    with PageDriver(profile, server, **getattr(request, "param", {})) as driver:
         driver.open()
         yield driver
     server.script.reset()

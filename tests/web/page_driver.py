@@ -1,7 +1,6 @@
 """The page as a person uses it: what is typed, what is seen. Any error in its console is one."""
 
 import os
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import pytest
@@ -27,6 +26,11 @@ def new_profile(browser: Any) -> Any:
     profile.set_default_timeout(LIMIT_MS)
     profile.new_page()  # without an open tab the browser forgets what it has compiled
     return profile
+
+
+def window(**given: Any) -> pytest.MarkDecorator:
+    """Decorate a test whose `page` is in another window: PageDriver's `size` and `media`."""
+    return pytest.mark.parametrize("page", [given], indirect=True, ids=["window"])
 
 
 class PageDriver:
@@ -67,15 +71,14 @@ class PageDriver:
         page.on("request", lambda request: self.asked.append(request.url))
         return page
 
+    def __getattr__(self, name: str) -> Any:
+        """What playwright's page has, of the first tab."""
+        return getattr(self.page, name)
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for tab in self._tabs:
             tab.close()
         if kind is None:
@@ -131,6 +134,27 @@ class PageDriver:
         """Click the last button of that label, or the one at `at`."""
         button = self.page.get_by_role("button", name=label, exact=True)
         (button.last if at == -1 else button.nth(at)).click()
+
+    def new_chat(self) -> None:
+        self.click("New chat", at=0)
+        self.page.wait_for_selector(".welcome")
+
+    @property
+    def settings(self) -> Any:
+        """The form with the settings of the conversation, where it is open."""
+        return self.page.get_by_role("form", name="Settings of this conversation")
+
+    def set_up(self, **fields: str) -> None:
+        """Change settings of the conversation by the labels of their fields."""
+        self.click("Settings of this conversation")
+        self.settings.locator("summary").click()  # tools
+        for label, value in fields.items():
+            field = self.settings.get_by_label(label.replace("_", " "))
+            if field.evaluate("e => e.tagName") == "SELECT":
+                field.select_option(value)
+            else:
+                field.fill(value)
+        self.click("Close the settings")
 
     def facts(self, answer: Any) -> str:
         """Open what is behind the last button of an answer, and read it."""

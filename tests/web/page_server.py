@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from live_server import LiveServer, models_of
+from live_server import LiveServer, SeveralServer
 from scripted import TEMPLATE, Script, ScriptedServer
 
 from mlxinfer import hub
@@ -148,24 +148,37 @@ class PacedScript(Script):
         }
 
 
-class PageServer(ScriptedServer):
-    """A server of `demo` with answers by a script, with history and models."""
+class LivePageServer(LiveServer):
+    """The demo model itself with the page: history, models, and all other data below `folder`.
 
-    script: PacedScript
+    A server with other models has this class before its own, which takes the further arguments.
+    """
 
     def __init__(
         self,
         folder: Path,
-        *,
+        *given: Any,
         history: bool = True,
         tools: McpTools | None = None,
-        template: str = TEMPLATE,
         **config: Any,
     ) -> None:
         self.folder = folder
         self.routes = routes_of(folder, history=history, tools=tools)
         self.routes_served = (*ROUTES, *self.routes.routes())
-        super().__init__(template, **config)
+        super().__init__(*given, **config)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.routes.close()
+
+
+class PageServer(LivePageServer, ScriptedServer):
+    """A server of `demo` with answers by a script, with history and models."""
+
+    script: PacedScript
+
+    def __init__(self, folder: Path, template: str = TEMPLATE, **config: Any) -> None:
+        super().__init__(folder, template, **config)
         self.service.models.limit_bytes = LIMIT_BYTES  # room for models that are added
         tokenizer = self.model.tokenizer
         script = PacedScript(
@@ -177,34 +190,14 @@ class PageServer(ScriptedServer):
     def __exit__(self, *error: object) -> None:
         self.script.go_on.set()
         super().__exit__(*error)
-        self.routes.close()
 
 
-class LivePageServer(LiveServer):
-    """A server of the demo model itself, with history and models."""
-
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self.folder = folder
-        self.routes = routes_of(folder)
-        self.routes_served = (*ROUTES, *self.routes.routes())
-        super().__init__(**config)
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.routes.close()
-
-
-class SeeingPageServer(LiveServer):
+class SeeingPageServer(LivePageServer, SeveralServer):
     """A server of `tiny-see`, which sees, and of the demo, which does not; with history."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
-        self.routes = routes_of(folder)
-        self.routes_served = (*ROUTES, *self.routes.routes())
-        options, seeing = EngineOptions(max_batch=2), seeing_folder(folder / "tiny-see")
-        self.model = ServedModel.open("tiny-see", seeing, options, created_s=1)
-        blind = ServedModel.open("demo", hub.resolve("demo-draft"), options, created_s=1)
-        self.listen(models_of([self.model, blind]), **config)
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.routes.close()
+        folders = {
+            "tiny-see": seeing_folder(folder / "tiny-see"),
+            "demo": hub.resolve("demo-draft"),
+        }
+        super().__init__(folder, folders, {name: {"max_batch": 2} for name in folders}, **config)

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from live_server import LiveServer
-from page_server import routes_of
+from page_server import LivePageServer
 
 from mlxinfer.history import History, StoredMessage, owner_named, owner_of_key
-from mlxinfer.server.app import ROUTES
 from mlxinfer.server.call import Call
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore
@@ -19,19 +17,14 @@ from mlxinfer.session.saved import NamedSessions
 TALK, ASKED = "conversation-1", "A prompt of more than one page of the cache, for a session. " * 2
 
 
-class Keeping(LiveServer):
+class Keeping(LivePageServer):
     """A server that stores responses, sessions and conversations under `folder`."""
 
     def __init__(self, folder: Path, keys: ApiKeys) -> None:
-        self.routes = routes_of(folder)
-        self.routes_served = (*ROUTES, *self.routes.routes())
         disk = {"disk_cache": "50MB", "disk_cache_dir": folder / "kv"}
-        super().__init__(keys=keys, store=ResponseStore(folder / "responses.db"), engine=disk)
+        store = ResponseStore(folder / "responses.db")
+        super().__init__(folder, keys=keys, store=store, engine=disk)
         self.service.sessions = NamedSessions(folder / "kv", 1 << 30)
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.routes.close()
 
     def store_all(self, key: str) -> str:
         """Store one thing of each kind; the response's id."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_driver import PageDriver
+from page_driver import PageDriver, window
 from page_server import PageServer
 
 from mlxinfer.config.file import ToolServer
@@ -42,20 +42,6 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
 
-def set_up(page: PageDriver, **fields: str) -> None:
-    """Change settings of the conversation by the labels of their fields."""
-    page.click("Settings of this conversation")
-    form = page.page.get_by_role("form", name="Settings of this conversation")
-    form.locator("summary").click()  # tools
-    for label, value in fields.items():
-        field = form.get_by_label(label.replace("_", " "))
-        if field.evaluate("e => e.tagName") == "SELECT":
-            field.select_option(value)
-        else:
-            field.fill(value)
-    page.click("Close the settings")
-
-
 def test_an_answer_is_drawn_as_markdown_with_code_and_formulas(page: PageDriver) -> None:
     page.server.script.says(MARKDOWN)
     answer = page.answered("Go")
@@ -79,28 +65,26 @@ def test_line_breaks_and_task_lists_are_drawn(page: PageDriver) -> None:
     assert answer.locator("li").all_inner_texts()[2:] == ["[link]", "[x]y"]
 
 
-def test_a_wide_table_scrolls_and_keeps_its_words_whole(profile: Any, server: PageServer) -> None:
-    server.script.reset()
+@window(size=(360, 640))
+def test_a_wide_table_scrolls_and_keeps_its_words_whole(page: PageDriver) -> None:
     words = [f"extraordinary{number}" for number in range(6)]
     row = "| " + " | ".join(words) + " |\n"
-    server.script.says(row + "|---" * 6 + "|\n" + row)
-    with PageDriver(profile, server, size=(360, 640)) as page:
-        page.open()
-        table = page.answered("Go").locator(".table")
-        assert table.evaluate("e => e.scrollWidth > e.clientWidth")
-        heights = "e => [...e.querySelectorAll('td')].map(d => d.getBoundingClientRect().height)"
-        assert max(table.evaluate(heights)) < 50  # one line
-        assert page.page.evaluate("document.documentElement.scrollWidth") == 360
+    page.server.script.says(row + "|---" * 6 + "|\n" + row)
+    table = page.answered("Go").locator(".table")
+    assert table.evaluate("e => e.scrollWidth > e.clientWidth")
+    heights = "e => [...e.querySelectorAll('td')].map(d => d.getBoundingClientRect().height)"
+    assert max(table.evaluate(heights)) < 50  # one line
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
 
 
 def test_text_shows_before_the_answer_is_complete(page: PageDriver) -> None:
     page.server.script.says("The first half", " and the second half.")
     page.ask("Go")
     page.wait_for_answer("The first half")
-    assert "second half." not in page.page.locator("article.assistant").inner_text()
+    assert "second half." not in page.locator("article.assistant").inner_text()
     page.server.script.go_on.set()
     page.wait_idle()
-    assert "and the second half." in page.page.locator("article.assistant").inner_text()
+    assert "and the second half." in page.locator("article.assistant").inner_text()
 
 
 def test_thoughts_are_folded_and_timed(page: PageDriver) -> None:
@@ -123,7 +107,7 @@ def test_stop_ends_the_request_and_keeps_the_text(page: PageDriver) -> None:
     assert script.aborted.wait(60)
     page.wait_idle()
     wait_until(lambda: not page.server.service.calls)
-    answer = page.page.locator("article.assistant")
+    answer = page.locator("article.assistant")
     assert answer.inner_text().startswith("One")
     assert answer.locator(".figure").inner_text() == "stopped"
 
@@ -134,8 +118,8 @@ def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> No
     page.answered("first question")
     script.says("second answer")
     page.click("Edit this question")
-    page.page.fill("textarea[aria-label='Edit the question']", "second question")
-    page.page.keyboard.press("Enter")
+    page.fill("textarea[aria-label='Edit the question']", "second question")
+    page.keyboard.press("Enter")
     page.wait_for_answer("second answer", whole=True)
     assert "first question" not in page.server.prompt
     assert page.texts(".versions span") == ["2/2"]
@@ -153,23 +137,23 @@ def test_an_edited_answer_is_a_branch_that_follow_ups_build_on(page: PageDriver)
     page.answered("question")
     page.click("About this answer")
     page.click("Edit this answer")
-    page.page.fill("textarea[aria-label='Edit the answer']", "what it should have said")
+    page.fill("textarea[aria-label='Edit the answer']", "what it should have said")
     before = len(page.server.script.requests)
     page.click("Keep it")
     page.wait_for_answer("should have said")
     assert page.texts(".versions span") == ["2/2"]
-    assert page.page.locator(".figure").inner_text() == "edited by you"
+    assert page.locator(".figure").inner_text() == "edited by you"
     assert len(page.server.script.requests) == before
     page.answered("next")
     assert "what it should have said" in page.server.prompt
     assert "what it said" not in page.server.prompt
-    page.page.reload()
-    page.page.locator(".entry").first.click()
+    page.reload()
+    page.locator(".entry").first.click()
     page.wait_for_answer("should have said")
 
 
 def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
-    set_up(page, **{"A JSON list": json.dumps(TOOLS)})
+    page.set_up(**{"A JSON list": json.dumps(TOOLS)})
     page.server.script.says(CALL)
     answer = page.answered("Weather?")
     assert "weather" in answer.locator(".call summary").inner_text()
@@ -182,7 +166,7 @@ def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
     assert '<tool_call>\n{"name": "weather"' in page.server.prompt
     page.server.script.says("Sun.")
     page.click("Edit this result")
-    page.page.fill("textarea[aria-label='Edit the result']", "sunny")
+    page.fill("textarea[aria-label='Edit the result']", "sunny")
     page.click("Send it")
     page.wait_for_answer("Sun.", whole=True)
     assert "sunny" in page.server.prompt
@@ -206,7 +190,7 @@ def test_mcp_tools_run_when_they_are_allowed_or_asked_for(profile: Any, tmp_path
     with PageServer(tmp_path, tools=tools) as server, PageDriver(profile, server) as page:
         tools.script = server.script
         page.open()
-        page.page.locator(".notice", has_text="gone:").wait_for()
+        page.locator(".notice", has_text="gone:").wait_for()
         server.script.says('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
         page.ask("How much?")
         page.wait_for_answer("So it is, by add.")
@@ -246,15 +230,15 @@ def test_a_call_that_runs_by_itself_can_be_stopped(profile: Any, tmp_path: Path)
         page.open()
         server.script.says('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
         page.ask("How much?")
-        page.page.get_by_text('"b": 3').wait_for()
+        page.get_by_text('"b": 3').wait_for()
         page.click("Stop the answer")
         page.wait_idle()
-        assert page.page.get_by_role("button", name="Run add").is_visible()
+        assert page.get_by_role("button", name="Run add").is_visible()
         assert page.texts(".tool-result") == []
 
 
 def test_settings_reach_the_request(page: PageDriver) -> None:
-    set_up(page, System_message="Be brief.", Temperature="0.3", Seed="7", Stop_at="END")
+    page.set_up(System_message="Be brief.", Temperature="0.3", Seed="7", Stop_at="END")
     page.answered("Hi")
     request = page.server.script.requests[-1]
     assert (request.params.temperature, request.params.seed) == (0.3, 7)
@@ -264,10 +248,9 @@ def test_settings_reach_the_request(page: PageDriver) -> None:
 
 def test_a_schema_that_is_no_json_is_refused_by_the_form(page: PageDriver) -> None:
     page.click("Settings of this conversation")
-    form = page.page.get_by_role("form", name="Settings of this conversation")
-    form.get_by_label("Answers are").select_option("schema")
-    form.get_by_label("Schema", exact=True).fill("{oops")
-    assert "This is not valid JSON" in form.get_by_role("alert").inner_text()
+    page.settings.get_by_label("Answers are").select_option("schema")
+    page.settings.get_by_label("Schema", exact=True).fill("{oops")
+    assert "This is not valid JSON" in page.settings.get_by_role("alert").inner_text()
     page.answered("Go")  # as before: what is wrong does not apply
     assert page.server.script.requests[-1].grammar is None
 
@@ -275,49 +258,49 @@ def test_a_schema_that_is_no_json_is_refused_by_the_form(page: PageDriver) -> No
 def test_settings_apply_as_they_are_typed_and_wrong_ones_say_why(page: PageDriver) -> None:
     page.answered("Once")  # now the model's own defaults are known
     page.click("Settings of this conversation")
-    temperature = page.page.get_by_label("Temperature")
+    temperature = page.get_by_label("Temperature")
     assert temperature.get_attribute("placeholder") == "0.3"
     temperature.fill("0.7")
     page.answered("Twice")
     assert page.server.script.requests[-1].params.temperature == 0.7
     temperature.fill("9999")
     assert page.texts(".settings .wrong") == ["Type a number from 0 to 100."]
-    page.page.get_by_label("Most tokens").fill("1.5")
+    page.get_by_label("Most tokens").fill("1.5")
     assert page.texts(".settings .wrong")[-1] == "Type a whole number."
     page.answered("And again")
     assert page.server.script.requests[-1].params.temperature == 0.7
-    page.page.keyboard.press("Escape")
-    page.page.locator(".settings").wait_for(state="detached")
+    page.keyboard.press("Escape")
+    page.locator(".settings").wait_for(state="detached")
 
 
 def test_an_empty_chat_offers_questions(page: PageDriver) -> None:
-    page.page.locator(".prompts button").first.click()
+    page.locator(".prompts button").first.click()
     page.wait_idle()
     assert page.texts(".bubble") == ["What is a KV cache?"]
 
 
 def test_a_server_that_is_gone_is_one_banner_until_it_is_back(page: PageDriver) -> None:
-    page.page.route("**/*", lambda route: route.abort())
+    page.route("**/*", lambda route: route.abort())
     page.ask("Are you there?")
-    page.page.locator(".offline").wait_for()
-    assert page.page.locator(".notice").count() == 0
-    page.page.unroute("**/*")
-    page.page.locator(".offline").wait_for(state="detached")
+    page.locator(".offline").wait_for()
+    assert page.locator(".notice").count() == 0
+    page.unroute("**/*")
+    page.locator(".offline").wait_for(state="detached")
     page.errors.clear()
-    page.page.locator(".entries li", has_text="Are you there?").wait_for()  # stored after all
+    page.locator(".entries li", has_text="Are you there?").wait_for()  # stored after all
     page.wait_for_answer("ok")
 
 
 def test_a_message_that_cannot_be_saved_says_so_at_last(page: PageDriver) -> None:
-    page.page.route("**/history/messages", lambda route: route.abort())
+    page.route("**/history/messages", lambda route: route.abort())
     page.ask("Keep this")
-    page.page.locator(".notice", has_text="Not saved").wait_for()
-    page.page.close()  # it tries again, and each try is an error of its console
+    page.locator(".notice", has_text="Not saved").wait_for()
+    page.close()  # it tries again, and each try is an error of its console
     page.errors.clear()
 
 
 def test_what_is_chosen_as_soon_as_the_settings_open_stays(page: PageDriver) -> None:
-    chosen = page.page.evaluate("""async () => {
+    chosen = page.evaluate("""async () => {
         document.querySelector('[aria-label="Settings of this conversation"]').click();
         while (!document.querySelector("form.settings")) await Promise.resolve();
         const form = [...document.querySelectorAll("form.settings select")].at(-1);
@@ -330,10 +313,10 @@ def test_what_is_chosen_as_soon_as_the_settings_open_stays(page: PageDriver) -> 
 
 
 def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) -> None:
-    set_up(page, System_message="It's brief.")
+    page.set_up(System_message="It's brief.")
     page.server.script.says("**Hello**")
     page.answered("Say 'hello'")
-    choose = page.page.get_by_label("Copy or save the conversation")
+    choose = page.get_by_label("Copy or save the conversation")
     choose.select_option("markdown")
     wait_until(lambda: "## Assistant\n\n**Hello**" in page.clipboard())
     choose.select_option("text")
@@ -349,14 +332,14 @@ def test_a_conversation_is_copied_as_markdown_text_and_curl(page: PageDriver) ->
 
 
 def test_text_files_and_pdfs_go_along_as_text(page: PageDriver) -> None:
-    files = page.page.locator("input[type=file]")
+    files = page.locator("input[type=file]")
     files.set_input_files(
         [
             {"name": "notes.txt", "mimeType": "text/plain", "buffer": "naïve notes".encode()},
             {"name": "a.pdf", "mimeType": "application/pdf", "buffer": pdf("Pages of text")},
         ]
     )
-    page.page.wait_for_selector(".attached:has-text('a.pdf'):has-text('13 characters')")
+    page.wait_for_selector(".attached:has-text('a.pdf'):has-text('13 characters')")
     page.answered("Sum up")
     assert '<file name="notes.txt">\nnaïve notes\n</file>' in page.server.prompt
     assert "Pages of text" in page.server.prompt
@@ -365,11 +348,11 @@ def test_text_files_and_pdfs_go_along_as_text(page: PageDriver) -> None:
 
 def test_a_file_that_is_no_text_is_refused_by_name(page: PageDriver) -> None:
     for name, data in (("a.png", b"\x89PNG\0\0"), ("b.pdf", b"%PDF-1.4 broken")):
-        page.page.locator("input[type=file]").set_input_files(
+        page.locator("input[type=file]").set_input_files(
             {"name": name, "mimeType": "application/octet-stream", "buffer": data}
         )
-        page.page.wait_for_selector(f".notice:has-text('{name}')")
-    assert page.page.locator(".attached").count() == 0
+        page.wait_for_selector(f".notice:has-text('{name}')")
+    assert page.locator(".attached").count() == 0
     page.errors.clear()  # the console notes the server's 400
 
 
@@ -404,7 +387,7 @@ def test_an_answer_goes_on_after_a_lost_connection(page: PageDriver) -> None:
 def test_a_failed_answer_says_why_and_can_be_tried_again(page: PageDriver) -> None:
     page.server.service.draining = True
     page.ask("Count")
-    answer = page.page.locator("article.assistant")
+    answer = page.locator("article.assistant")
     answer.locator(".error", has_text="shutting down").wait_for()
     page.wait_idle()
     page.server.service.draining = False
@@ -419,19 +402,17 @@ def test_keys_of_an_input_method_are_not_the_pages(page: PageDriver, state: str)
 
     def press(key: str, place: str) -> None:
         event = f"{{key: '{key}', bubbles: true, cancelable: true, {state}}}"
-        page.page.locator(place).evaluate(
-            f"e => e.dispatchEvent(new KeyboardEvent('keydown', {event}))"
-        )
+        page.locator(place).evaluate(f"e => e.dispatchEvent(new KeyboardEvent('keydown', {event}))")
 
-    page.page.fill("#question", "你好")
+    page.fill("#question", "你好")
     press("Enter", "#question")
-    assert page.page.input_value("#question") == "你好"
-    page.page.press("#question", "Enter")
+    assert page.input_value("#question") == "你好"
+    page.press("#question", "Enter")
     page.wait_idle()
     page.click("Edit this question")
     for key in ("Enter", "Escape"):
         press(key, "form.edit textarea")
-    assert page.page.locator("form.edit textarea").is_visible()
+    assert page.locator("form.edit textarea").is_visible()
     assert page.texts(".bubble") == []
 
 
@@ -442,21 +423,21 @@ def test_arabic_and_hebrew_are_written_from_the_right(page: PageDriver) -> None:
     answer = page.answered("مرحبا")
     shown = "(e) => getComputedStyle(e).direction"
     for place in (".bubble .plain", ".markdown p", ".markdown ul", ".markdown blockquote", "th"):
-        assert page.page.locator(place).first.evaluate(shown) == "rtl", place
+        assert page.locator(place).first.evaluate(shown) == "rtl", place
     assert answer.locator("p", has_text="Plain").evaluate(shown) == "ltr"
-    assert page.page.locator(".entry .title").first.evaluate(shown) == "rtl"
-    page.page.fill("#question", "سؤال")
-    assert page.page.locator("#question").evaluate(shown) == "rtl"
+    assert page.locator(".entry .title").first.evaluate(shown) == "rtl"
+    page.fill("#question", "سؤال")
+    assert page.locator("#question").evaluate(shown) == "rtl"
 
 
 def test_what_an_answer_waits_for_is_said_below_its_question(page: PageDriver) -> None:
     page.answered("The first question of a new chat")
     page.server.script.read = (100, 5.0)
     page.ask("A question that does not fit on a screen. " * 60)
-    said = page.page.locator(".waiting", has_text="reading")
+    said = page.locator(".waiting", has_text="reading")
     said.wait_for()
     assert re.fullmatch(r"reading \d+ tokens: \d+ %, \d+ s left", said.inner_text())
-    above = page.page.locator("#question").bounding_box()["y"]
+    above = page.locator("#question").bounding_box()["y"]
     wait_until(lambda: said.bounding_box()["y"] < above)
     page.server.script.go_on.set()
     page.wait_idle()
@@ -468,15 +449,15 @@ def test_an_answer_that_was_cut_off_goes_on(page: PageDriver) -> None:
     page.ask("Count")
     page.wait_for_answer("One two")
     page.click("Stop the answer")
-    page.page.locator(".figure", has_text="stopped").wait_for()
+    page.locator(".figure", has_text="stopped").wait_for()
     script.reset()
     script.says(" three four")
     page.click("Continue")
     page.wait_for_answer("One two three four", whole=True)
     assert page.server.prompt.endswith("One two")
-    assert page.page.locator("article.assistant").count() == 1
-    assert page.page.get_by_role("button", name="Continue").count() == 0
-    page.page.reload()
+    assert page.locator("article.assistant").count() == 1
+    assert page.get_by_role("button", name="Continue").count() == 0
+    page.reload()
     page.wait_for_answer("One two three four")
 
 
@@ -488,17 +469,17 @@ def test_a_long_paste_becomes_a_file(page: PageDriver) -> None:
         e.dispatchEvent(new ClipboardEvent("paste", how));
     }"""
     for _ in range(2):
-        page.page.locator("#question").evaluate(paste, "line\n" * 1000)
-    page.page.locator(".attached", has_text="pasted 2.txt").wait_for()
+        page.locator("#question").evaluate(paste, "line\n" * 1000)
+    page.locator(".attached", has_text="pasted 2.txt").wait_for()
     assert "5,000 characters" in page.texts(".attached li")[0]
-    assert page.page.input_value("#question") == ""
+    assert page.input_value("#question") == ""
 
 
 def test_a_conversation_is_saved_to_a_file(page: PageDriver) -> None:
     page.answered("Save: me?")
     for kind, ending in (("markdown", "md"), ("json", "json")):
-        with page.page.expect_download() as saved:
-            page.page.get_by_label("Copy or save").select_option(f"file-{kind}")
+        with page.expect_download() as saved:
+            page.get_by_label("Copy or save").select_option(f"file-{kind}")
         assert saved.value.suggested_filename == f"Save me.{ending}"
         text = Path(saved.value.path()).read_text()
         assert "Save: me?" in text
@@ -506,7 +487,7 @@ def test_a_conversation_is_saved_to_a_file(page: PageDriver) -> None:
 
 
 def test_the_keyboard_is_enough(page: PageDriver) -> None:
-    keyboard, at = page.page.keyboard, page.page
+    keyboard, at = page.keyboard, page.page
     page.wait_for("document.activeElement.id === 'question'")
     keyboard.type("Hello")
     keyboard.press("Shift+Enter")
@@ -538,14 +519,14 @@ def test_a_key_is_asked_for_and_kept(profile: Any, tmp_path: Any) -> None:
         PageServer(tmp_path, keys=ApiKeys.from_plain(["a-secret"])) as locked,
         PageDriver(profile, locked) as page,
     ):
-        page.page.goto(locked.url)
-        page.page.get_by_label("This server answers only with a key").fill("a-secret")
+        page.goto(locked.url)
+        page.get_by_label("This server answers only with a key").fill("a-secret")
         page.click("Use this key")
-        page.page.wait_for_selector('textarea[placeholder="Ask demo"]')
+        page.wait_for_selector('textarea[placeholder="Ask demo"]')
         page.errors.clear()  # the console notes the 401
         page.answered("Hi")
-        page.page.reload()
-        page.page.wait_for_selector('textarea[placeholder="Ask demo"]')
+        page.reload()
+        page.wait_for_selector('textarea[placeholder="Ask demo"]')
         owners = {c.title for c in locked.routes._history.conversations("")}  # type: ignore[union-attr]
         assert owners == set(), "a key's conversations are not those of requests without a key"
 
@@ -555,10 +536,10 @@ def test_a_key_that_may_not_administer_sees_the_chat_alone(profile: Any, tmp_pat
     with PageServer(tmp_path, keys=keys) as server:
         for key, places in (("plain", ["Chat"]), ("chief", ["Chat", "Models", "Dashboard"])):
             with PageDriver(profile, server) as page:
-                page.page.goto(server.url)
-                page.page.get_by_label("This server answers only with a key").fill(key)
+                page.goto(server.url)
+                page.get_by_label("This server answers only with a key").fill(key)
                 page.click("Use this key")
-                page.page.wait_for_selector('textarea[placeholder^="Ask "]')
+                page.wait_for_selector('textarea[placeholder^="Ask "]')
                 page.answered("Hello")
                 assert page.texts("nav a") == places
                 page.errors.clear()  # the refusal before the key
@@ -568,11 +549,11 @@ def test_a_key_that_may_not_administer_sees_the_chat_alone(profile: Any, tmp_pat
 def test_form_settings_become_grammars(page: PageDriver, form: str) -> None:
     fields = {"schema": {"Schema": '{"type": "object"}'}, "choice": {"Texts": "yes\nno"}}[form]
     page.click("Settings of this conversation")
-    settings = page.page.get_by_role("form", name="Settings of this conversation")
+    settings = page.settings
     settings.get_by_label("Answers are").select_option(form)
     for label, value in fields.items():
         settings.locator(f"label:has-text('{label}') textarea").fill(value)
-    page.page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
     settings.wait_for(state="detached")
     page.answered("Hi")
     assert page.server.script.requests[-1].grammar is not None

@@ -6,25 +6,15 @@ from typing import Any
 import pytest
 from lazy_server import MB, LazyServer
 from page_driver import PageDriver
-from page_server import PageServer, routes_of
+from page_server import LivePageServer, PageServer
 
 from mlxinfer.config import KVOptions
-from mlxinfer.server.app import ROUTES
 
 pytestmark = [pytest.mark.ci, pytest.mark.demo]
 
 
-class LazyPage(LazyServer):
+class LazyPage(LivePageServer, LazyServer):
     """Two models that load when they are asked for, with the page."""
-
-    def __init__(self, folder: Path) -> None:
-        self.routes = routes_of(folder)
-        self.routes_served = (*ROUTES, *self.routes.routes())
-        super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv": KVOptions(bits=(8, 4))}})
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self.routes.close()
 
 
 def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
@@ -33,29 +23,29 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     server.script.says("Working", " on it")
     page.ask("A question that runs")
     page.wait_for_answer("Working")
-    page.page.keyboard.press("Alt+3")
-    row = page.page.locator("[aria-label='Running requests'] tbody tr")
+    page.keyboard.press("Alt+3")
+    row = page.locator("[aria-label='Running requests'] tbody tr")
     row.locator("text=answering").wait_for()
     assert "demo" in row.inner_text()
     why = row.locator(".why")
     assert why.inner_text() == "16 reused: evicted at 16"
     assert "was there and was evicted" in (why.get_attribute("title") or "")
-    assert "A question" not in page.page.locator("main").inner_text()
-    card = page.page.locator("article.card[aria-label='demo']")
+    assert "A question" not in page.locator("main").inner_text()
+    card = page.locator("article.card[aria-label='demo']")
     card.locator("summary").click()
     text = card.inner_text()
     assert "300 kB in use, 500 kB kept for later prompts, of 1.0 MB" in text
     assert "Kept on disk\n12.0 MB" in text
     assert "1 running, 0 waiting" in text
     assert "No proposals by draft\nValueError: odd (2 requests)" in text
-    page.page.locator("summary", has_text="2 of 3 differ from the defaults").click()
-    settings = page.page.locator("[aria-label='Settings of the server']").inner_text()
+    page.locator("summary", has_text="2 of 3 differ from the defaults").click()
+    settings = page.locator("[aria-label='Settings of the server']").inner_text()
     assert "30m\tconfig file" in settings
     assert "1 set\tenvironment" in settings
     server.script.go_on.set()
-    page.page.wait_for_selector(".busy:has-text('Idle')")
-    page.page.route("**/*", lambda route: route.abort())
-    page.page.wait_for_selector(".busy:has-text('Not reachable; before that: Idle')")
+    page.wait_for_selector(".busy:has-text('Idle')")
+    page.route("**/*", lambda route: route.abort())
+    page.wait_for_selector(".busy:has-text('Not reachable; before that: Idle')")
     page.errors.clear()
 
 
@@ -65,13 +55,14 @@ def test_errors_of_the_log_are_shown_without_prompts(page: PageDriver) -> None:
     log = logging.getLogger("mlxinfer.server")
     log.error("model not loaded: %s", "a file is missing", extra={"model": "big"})
     page.open("/#dashboard")
-    page.page.wait_for_selector(".problems:has-text('big: model not loaded: a file is missing')")
+    page.wait_for_selector(".problems:has-text('big: model not loaded: a file is missing')")
 
 
 def test_models_are_loaded_and_unloaded(profile: Any, tmp_path: Path) -> None:
-    with LazyPage(tmp_path) as server, PageDriver(profile, server) as page:
+    fields = {"small": {"ttl_s": 900.0, "kv": KVOptions(bits=(8, 4))}}
+    with LazyPage(tmp_path, 200 * MB, fields) as server, PageDriver(profile, server) as page:
         page.open("/#dashboard")
-        small = page.page.locator("article.card", has_text="small")
+        small = page.locator("article.card", has_text="small")
         small.get_by_role("button", name="Load", exact=True).click()
         small.locator(".badge:has-text('loaded')").wait_for()
         assert "KV cache 8/4 bit" in small.inner_text()

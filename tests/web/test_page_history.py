@@ -20,13 +20,11 @@ def history_of(server: PageServer) -> History:
 
 
 def entry(page: PageDriver, title: str) -> Any:
-    return page.page.locator(".entries li", has_text=title)
+    return page.locator(".entries li", has_text=title)
 
 
 def test_a_reload_keeps_a_conversation_with_its_settings_and_branch(page: PageDriver) -> None:
-    page.click("Settings of this conversation")
-    page.page.get_by_label("System message").fill("Be kind.")
-    page.page.keyboard.press("Escape")
+    page.set_up(System_message="Be kind.")
     page.server.script.says("The first.")
     page.answered("Reload me")
     page.server.script.says("The second.")
@@ -37,11 +35,11 @@ def test_a_reload_keeps_a_conversation_with_its_settings_and_branch(page: PageDr
     history = history_of(page.server)
     [stored] = [c for c in history.conversations("") if c.title == "Reload me"]
     wait_until(lambda: history.branch("", stored.id)[-1].content == "The first.")
-    page.page.reload()
+    page.reload()
     page.wait_for_answer("The first.")
     assert page.texts(".versions span") == ["1/2"]
     page.click("Settings of this conversation")
-    assert page.page.get_by_label("System message").input_value() == "Be kind."
+    assert page.get_by_label("System message").input_value() == "Be kind."
 
 
 def test_search_finds_a_message_in_another_branch_and_opens_it(page: PageDriver) -> None:
@@ -50,20 +48,20 @@ def test_search_finds_a_message_in_another_branch_and_opens_it(page: PageDriver)
     page.server.script.says("The giraffe is tall.")
     page.click("Another answer")
     page.wait_for_answer("giraffe", whole=True)
-    page.click("New chat", at=0)
-    page.page.fill("#search", "zebra")
-    page.page.locator("mark", has_text="zebra").wait_for()
-    assert page.page.locator(".entry.tall").count() == 1  # a conversation once
-    page.page.locator(".excerpt", has_text="zebra").click()
+    page.new_chat()
+    page.fill("#search", "zebra")
+    page.locator("mark", has_text="zebra").wait_for()
+    assert page.locator(".entry.tall").count() == 1  # a conversation once
+    page.locator(".excerpt", has_text="zebra").click()
     page.wait_for_answer("The zebra")
-    page.page.fill("#search", "no such words anywhere")
-    page.page.wait_for_selector("text=Nothing has all of these words.")
+    page.fill("#search", "no such words anywhere")
+    page.wait_for_selector("text=Nothing has all of these words.")
 
 
 def test_a_conversation_is_renamed_and_deleted_for_good(page: PageDriver) -> None:
     page.answered("Name me")
     entry(page, "Name me").get_by_role("button", name="Rename or delete").click()
-    page.page.get_by_role("textbox", name="Title").fill("Renamed")
+    page.get_by_role("textbox", name="Title").fill("Renamed")
     page.click("Save")
     entry(page, "Renamed").get_by_role("button", name="Rename or delete").click()
     page.click("Delete…")
@@ -72,7 +70,7 @@ def test_a_conversation_is_renamed_and_deleted_for_good(page: PageDriver) -> Non
     page.click("Delete…")
     page.click("Delete")
     entry(page, "Renamed").wait_for(state="detached")
-    page.page.wait_for_selector(".welcome")
+    page.wait_for_selector(".welcome")
     assert "Renamed" not in [c.title for c in history_of(page.server).conversations("")]
 
 
@@ -82,17 +80,16 @@ def test_conversations_stand_under_their_days_and_those_pinned_come_first(page: 
     history = history_of(page.server)
     with history._transaction() as db:
         db.execute("UPDATE conversations SET changed_s = 0 WHERE title = 'Old one'")
-    page.page.reload()
-    old = page.page.get_by_role("region", name="January 1970").locator("li")
+    page.reload()
+    old = page.get_by_role("region", name="January 1970").locator("li")
     old.hover()
     old.get_by_role("button", name="Pin Old one").click()
-    pinned = page.page.get_by_role("region", name="Pinned").locator("li", has_text="Old one")
+    pinned = page.get_by_role("region", name="Pinned").locator("li", has_text="Old one")
     pinned.wait_for()
-    page.click("New chat", at=0)
-    page.wait_for("document.querySelectorAll('article').length === 0")
+    page.new_chat()
     page.answered("New one")
-    page.page.reload()
-    page.page.get_by_role("region", name="Today").locator("li", has_text="New one").wait_for()
+    page.reload()
+    page.get_by_role("region", name="Today").locator("li", has_text="New one").wait_for()
     assert page.texts(".entries section h2")[:2] == ["Pinned", "Today"]
     page.click("Unpin Old one")
     pinned.wait_for(state="detached")
@@ -118,10 +115,10 @@ def test_an_answer_that_ends_before_another_tab_follows_it_is_shown_there(page: 
     other.locator(".entry", has_text="Both tabs").click()
     other.wait_for_selector("article.assistant")
     held: list[Any] = []
-    page.page.route("**/page/answers/*", lambda route: held.append(route), times=1)
+    page.route("**/page/answers/*", lambda route: held.append(route), times=1)
     page.server.script.says("Seen", " by both.")
     page.ask("Second question", tab=other)
-    wait_until(lambda: page.page.wait_for_timeout(20) or bool(held))
+    wait_until(lambda: page.wait_for_timeout(20) or bool(held))
     page.server.script.go_on.set()
     page.wait_idle(tab=other)
     held[0].continue_()
@@ -130,7 +127,7 @@ def test_an_answer_that_ends_before_another_tab_follows_it_is_shown_there(page: 
 
 def test_a_message_right_after_new_chat_goes_to_the_new_chat(page: PageDriver) -> None:
     page.answered("Old")
-    page.page.evaluate("""async () => {
+    page.evaluate("""async () => {
         const field = document.getElementById("question");
         const drawn = async () => { for (let turn = 0; turn < 9; turn++) await null; };
         document.querySelector("button.new").click(); // no event of the browser comes in between
@@ -140,11 +137,11 @@ def test_a_message_right_after_new_chat_goes_to_the_new_chat(page: PageDriver) -
         await drawn();
         field.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
     }""")
-    page.page.locator(".bubble", has_text="New").wait_for()
+    page.locator(".bubble", has_text="New").wait_for()
     page.wait_idle()
     assert page.texts(".bubble") == ["New"]
-    page.page.go_back()
-    page.page.locator(".bubble", has_text="Old").wait_for()
+    page.go_back()
+    page.locator(".bubble", has_text="Old").wait_for()
     assert page.texts(".bubble") == ["Old"]
 
 
@@ -152,8 +149,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver)
     page.server.script.says("Slowly", " it comes.")
     page.ask("Background")
     page.wait_for_answer("Slowly")
-    page.click("New chat", at=0)
-    page.page.wait_for_selector(".welcome")
+    page.new_chat()
     page.server.script.go_on.set()
     entry(page, "Background").locator(".entry").click()
     page.wait_for_answer("Slowly it comes.", whole=True)
@@ -165,15 +161,15 @@ def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: Pag
     page.ask("Overtaken")
     page.wait_for_answer("Slowly")
     entry(page, "Overtaken").wait_for()
-    page.click("New chat", at=0)
+    page.new_chat()
     read: list[tuple[Any, Any]] = []
-    page.page.route(
+    page.route(
         "**/history/conversations/*",
         lambda route: read.append((route, route.fetch())),  # the reply is kept for a while
         times=1,
     )
     entry(page, "Overtaken").locator(".entry").click()
-    wait_until(lambda: page.page.wait_for_timeout(20) or bool(read))
+    wait_until(lambda: page.wait_for_timeout(20) or bool(read))
     page.server.script.go_on.set()
     entry(page, "Overtaken").get_by_text("answering…").wait_for(state="detached")
     [(route, reply)] = read
@@ -183,18 +179,18 @@ def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: Pag
 
 def test_of_two_conversations_the_one_chosen_last_is_shown(page: PageDriver) -> None:
     page.answered("Chosen first")
-    page.click("New chat", at=0)
+    page.new_chat()
     page.answered("Chosen last")
-    page.click("New chat", at=0)
+    page.new_chat()
     held: list[Any] = []
-    page.page.route("**/history/conversations/*", lambda route: held.append(route), times=1)
+    page.route("**/history/conversations/*", lambda route: held.append(route), times=1)
     entry(page, "Chosen first").locator(".entry").click()
-    wait_until(lambda: page.page.wait_for_timeout(20) or bool(held))
+    wait_until(lambda: page.wait_for_timeout(20) or bool(held))
     entry(page, "Chosen last").locator(".entry").click()
-    page.page.wait_for_selector("h1:has-text('Chosen last')")
-    with page.page.expect_response("**/history/conversations/*"):
+    page.wait_for_selector("h1:has-text('Chosen last')")
+    with page.expect_response("**/history/conversations/*"):
         held[0].continue_()
-    page.page.wait_for_timeout(100)  # for a redraw that must not come
+    page.wait_for_timeout(100)  # for a redraw that must not come
     assert page.texts("h1.title") == ["Chosen last"]
 
 
@@ -209,7 +205,7 @@ def test_an_answer_goes_on_without_its_tab_and_is_seen_by_others(page: PageDrive
     tab.close()
     page.open(f"/{where}")
     page.wait_for_answer("Half an answer")
-    page.page.reload()
+    page.reload()
     page.wait_for_answer("Half an answer")
     other = page.new_tab()
     page.open(f"/{where}", tab=other)
@@ -228,7 +224,7 @@ def test_any_tab_stops_an_answer_for_all(page: PageDriver) -> None:
     page.ask("Count")
     page.wait_for_answer("One")
     other = page.new_tab()
-    page.open(page.page.evaluate("'/' + location.hash"), tab=other)
+    page.open(page.evaluate("'/' + location.hash"), tab=other)
     page.wait_for_answer("One", tab=other)
     other.get_by_role("button", name="Stop the answer").click()
     assert page.server.script.aborted.wait(60)
@@ -238,58 +234,56 @@ def test_any_tab_stops_an_answer_for_all(page: PageDriver) -> None:
 
 def test_a_chat_has_an_address_that_reload_back_and_forward_keep(page: PageDriver) -> None:
     page.answered("First chat")
-    first = page.page.evaluate("location.hash")
+    first = page.evaluate("location.hash")
     assert first.startswith("#chat/")
-    assert page.page.title() == "First chat · mlxinfer"
-    page.click("New chat", at=0)
-    page.page.wait_for_selector(".welcome")
+    assert page.title() == "First chat · mlxinfer"
+    page.new_chat()
     page.answered("Second chat")
-    page.page.reload()
-    page.page.locator(".bubble", has_text="Second chat").wait_for()
-    page.page.locator("nav a", has_text="Models").click()
-    page.page.locator("nav a", has_text="Chat").click()
-    page.page.locator(".bubble", has_text="Second chat").wait_for()
+    page.reload()
+    page.locator(".bubble", has_text="Second chat").wait_for()
+    page.locator("nav a", has_text="Models").click()
+    page.locator("nav a", has_text="Chat").click()
+    page.locator(".bubble", has_text="Second chat").wait_for()
     for _ in range(2):
-        page.page.go_back()
-    page.page.locator(".bubble", has_text="Second chat").wait_for()
-    page.page.go_back()
-    page.page.locator(".bubble", has_text="First chat").wait_for()
-    assert page.page.evaluate("location.hash") == first
-    page.page.go_forward()
-    page.page.locator(".bubble", has_text="Second chat").wait_for()
+        page.go_back()
+    page.locator(".bubble", has_text="Second chat").wait_for()
+    page.go_back()
+    page.locator(".bubble", has_text="First chat").wait_for()
+    assert page.evaluate("location.hash") == first
+    page.go_forward()
+    page.locator(".bubble", has_text="Second chat").wait_for()
 
 
 def test_an_address_of_a_chat_that_is_gone_says_so_and_begins_a_new_one(page: PageDriver) -> None:
     page.open("/#chat/0123456789abcdef")
-    page.page.locator(".notice", has_text="There is no conversation").wait_for()
-    page.page.wait_for_selector(".welcome")
+    page.locator(".notice", has_text="There is no conversation").wait_for()
+    page.wait_for_selector(".welcome")
     page.wait_for("location.hash === ''")
     page.errors.clear()
 
 
 def test_every_chat_keeps_its_draft(page: PageDriver) -> None:
-    field = page.page.locator("#question")
+    field = page.locator("#question")
     page.answered("With a draft")
     field.fill("unfinished")
     file = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"some notes"}
-    page.page.locator("input[type=file]").set_input_files(file)
-    page.page.locator(".attached", has_text="notes.txt").wait_for()
-    page.click("New chat", at=0)
-    page.page.wait_for_selector(".welcome")
+    page.locator("input[type=file]").set_input_files(file)
+    page.locator(".attached", has_text="notes.txt").wait_for()
+    page.new_chat()
     assert field.input_value() == ""
     field.fill("a new one")
-    page.page.reload()
+    page.reload()
     wait_until(lambda: field.input_value() == "a new one")
     entry(page, "With a draft").locator(".entry").click()
     wait_until(lambda: field.input_value() == "unfinished")
-    page.page.reload()
+    page.reload()
     wait_until(lambda: field.input_value() == "unfinished")
-    page.page.locator(".attached", has_text="notes.txt").wait_for()
+    page.locator(".attached", has_text="notes.txt").wait_for()
     field.press("Enter")
     wait_until(lambda: field.input_value() == "")
     page.wait_idle()
-    page.page.reload()
-    page.page.locator(".bubble", has_text="unfinished").wait_for()
+    page.reload()
+    page.locator(".bubble", has_text="unfinished").wait_for()
     assert field.input_value() == ""
 
 
@@ -311,14 +305,14 @@ def test_ten_thousand_messages_open_at_their_end(page: PageDriver) -> None:
         )
     history.save_conversation("", "longlonglong", head=parent)
     page.open()
-    page.page.locator(".entry", has_text="Long one").first.click()
-    page.page.wait_for_selector("article:has-text('Message 9999')")
-    assert page.page.locator("article").count() == 40
-    page.page.get_by_role("button", name="Show 160 of 9960 earlier messages").click()
-    page.page.wait_for_selector("article:has-text('Message 9800')")
-    page.page.fill("#search", "message 4321")
-    page.page.locator(".excerpt", has_text="Message 4321").click()
-    page.page.wait_for_selector("article:has-text('Message 9999')")
+    page.locator(".entry", has_text="Long one").first.click()
+    page.wait_for_selector("article:has-text('Message 9999')")
+    assert page.locator("article").count() == 40
+    page.get_by_role("button", name="Show 160 of 9960 earlier messages").click()
+    page.wait_for_selector("article:has-text('Message 9800')")
+    page.fill("#search", "message 4321")
+    page.locator(".excerpt", has_text="Message 4321").click()
+    page.wait_for_selector("article:has-text('Message 9999')")
 
 
 def test_many_conversations_come_in_pages(page: PageDriver) -> None:
@@ -329,8 +323,8 @@ def test_many_conversations_come_in_pages(page: PageDriver) -> None:
         )
         history.save_message("", f"manymany{number:04}", message)
     page.open()
-    page.page.wait_for_selector(".entry")
-    before = page.page.locator(".entry").count()
+    page.wait_for_selector(".entry")
+    before = page.locator(".entry").count()
     assert before == 50
     page.click("Older conversations")
     page.wait_for(f"document.querySelectorAll('.entry').length > {before}")
@@ -342,7 +336,7 @@ def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: Pag
     held.close()
     try:
         page.ask("Not kept")
-        page.page.wait_for_selector(".notice:has-text('Not saved')")
+        page.wait_for_selector(".notice:has-text('Not saved')")
         page.wait_for_answer("ok", whole=True)
     finally:
         history._file._db.execute("PRAGMA query_only = OFF")
@@ -352,7 +346,7 @@ def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: Pag
 def test_without_history_the_page_says_so_and_keeps_nothing(profile: Any, tmp_path: Any) -> None:
     with PageServer(tmp_path, history=False) as server, PageDriver(profile, server) as page:
         page.open()
-        page.page.wait_for_selector("text=This server keeps no history")
+        page.wait_for_selector("text=This server keeps no history")
         page.answered("Once")
         assert page.answered("Twice").inner_text().startswith("ok")
         assert server.get("/history/conversations").status_code == 404
@@ -361,14 +355,14 @@ def test_without_history_the_page_says_so_and_keeps_nothing(profile: Any, tmp_pa
 
 def test_settings_of_two_conversations_in_a_row_are_saved(page: PageDriver) -> None:
     for question in ("Left", "Right"):
-        page.click("New chat", at=0)
+        page.new_chat()
         page.answered(question)
         page.wait_idle()
     page.click("Settings of this conversation")
-    temperature = page.page.get_by_label("Temperature")
+    temperature = page.get_by_label("Temperature")
     temperature.fill("0.2")
     entry(page, "Left").locator(".entry").click()
-    page.page.locator(".bubble", has_text="Left").wait_for()
+    page.locator(".bubble", has_text="Left").wait_for()
     temperature.fill("0.4")  # before the other one is saved
     history = history_of(page.server)
 
@@ -382,13 +376,13 @@ def test_settings_of_two_conversations_in_a_row_are_saved(page: PageDriver) -> N
 def test_a_conversation_chosen_while_offline_does_not_replace_a_later_one(page: PageDriver) -> None:
     page.answered("Far away")
     page.wait_idle()
-    page.click("New chat", at=0)
-    page.page.route("**/*", lambda route: route.abort())
+    page.new_chat()
+    page.route("**/*", lambda route: route.abort())
     entry(page, "Far away").locator(".entry").click()
-    page.page.locator(".offline").wait_for()
+    page.locator(".offline").wait_for()
     page.click("New chat", at=0)
-    page.page.unroute("**/*")
-    page.page.locator(".offline").wait_for(state="detached")
+    page.unroute("**/*")
+    page.locator(".offline").wait_for(state="detached")
     page.errors.clear()
-    page.page.wait_for_load_state("networkidle")
-    assert page.page.locator(".bubble").count() == 0
+    page.wait_for_load_state("networkidle")
+    assert page.locator(".bubble").count() == 0

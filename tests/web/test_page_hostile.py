@@ -44,7 +44,7 @@ def test_nothing_that_a_model_writes_runs_or_loads(page: PageDriver) -> None:
     page.server.script.says("\n\n".join(HOSTILE))
     answer = page.answered("Attack")
     seen = answer.locator(".markdown")
-    assert page.page.evaluate("window.hit") is None
+    assert page.evaluate("window.hit") is None
     outside_formulas = f":is({ELEMENTS}):not(.math *)"
     assert seen.locator(outside_formulas).count() == 0
     for link in seen.locator("a").all():
@@ -61,33 +61,29 @@ def test_nothing_that_a_model_writes_runs_or_loads(page: PageDriver) -> None:
 def test_hostile_text_also_arrives_in_pieces(page: PageDriver, at: int) -> None:
     page.server.script.says("\n\n".join(HOSTILE[at : at + 9]), pause_s=0.0002)
     answer = page.answered("Attack")
-    assert page.page.evaluate("window.hit") is None
+    assert page.evaluate("window.hit") is None
     assert answer.locator(f".markdown :is({ELEMENTS}):not(.math *)").count() == 0
 
 
 def test_hostile_names_titles_and_questions_are_text(page: PageDriver) -> None:
-    page.page.locator("input[type=file]").set_input_files(
+    page.locator("input[type=file]").set_input_files(
         {"name": "<img src=x onerror=window.hit=1>.txt", "mimeType": "text/plain", "buffer": b"a"}
     )
     page.answered("<img src=x onerror=window.hit=1>")
-    page.page.wait_for_selector(".entry:has-text('<img')")
-    assert page.page.locator("img").count() == 0
-    assert page.page.evaluate("window.hit") is None
+    page.wait_for_selector(".entry:has-text('<img')")
+    assert page.locator("img").count() == 0
+    assert page.evaluate("window.hit") is None
 
 
 def test_a_tool_call_of_rubbish_is_shown_as_it_is(page: PageDriver) -> None:
     tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": {}}}])
-    page.click("Settings of this conversation")
-    form = page.page.get_by_role("form", name="Settings of this conversation")
-    form.locator("summary").click()
-    form.get_by_label("A JSON list").fill(tools)
-    page.click("Close the settings")
+    page.set_up(**{"A JSON list": tools})
     page.server.script.says(
         '<tool_call>{"name": "f", "arguments": {"x": "<img src=x onerror=hit=1>"}}</tool_call>'
     )
     answer = page.answered("Call")
     assert "<img" in answer.locator(".call pre").inner_text()
-    assert page.page.evaluate("window.hit") is None
+    assert page.evaluate("window.hit") is None
 
 
 def test_one_line_of_a_megabyte_does_not_hold_up_the_page(page: PageDriver) -> None:
@@ -102,15 +98,15 @@ def test_one_line_of_a_megabyte_does_not_hold_up_the_page(page: PageDriver) -> N
         }
         message["parent"] = None if number == 0 else "0" * 16
         assert page.server.post("/history/messages", message).status_code == 200
-    page.page.reload()
-    page.page.locator(".entry").first.click()
-    answer = page.page.locator("article.assistant")
+    page.reload()
+    page.locator(".entry").first.click()
+    answer = page.locator("article.assistant")
     answer.wait_for()
     assert len(answer.inner_text()) < 250_000
     assert answer.evaluate("e => e.scrollWidth <= e.clientWidth")
     answer.get_by_role("button", name="Show all").click()
     page.wait_for("document.querySelector('article.assistant').textContent.length > 999_000")
-    page.click("New chat", at=0)
+    page.new_chat()
     assert page.answered("More").inner_text().startswith("ok")
 
 
@@ -125,7 +121,7 @@ def test_the_policy_allows_no_inline_code_and_no_other_host(page: PageDriver) ->
     policy = page.server.get("/").headers["content-security-policy"]
     assert "unsafe" not in policy
     assert "http" not in policy
-    page.page.evaluate(
+    page.evaluate(
         """() => {
             const script = document.createElement("script");
             try { script.textContent = "window.hit = 1"; } catch {}
@@ -137,11 +133,9 @@ def test_the_policy_allows_no_inline_code_and_no_other_host(page: PageDriver) ->
             try { document.body.insertAdjacentHTML("beforeend", "<b>raw</b>"); } catch {}
         }"""
     )
-    fetched = page.page.evaluate(
-        "fetch('https://evil.example/').then(() => 'sent', () => 'blocked')"
-    )
+    fetched = page.evaluate("fetch('https://evil.example/').then(() => 'sent', () => 'blocked')")
     assert fetched == "blocked"
-    assert page.page.evaluate("window.hit") is None
+    assert page.evaluate("window.hit") is None
     assert page.errors, "the policy says what it refused"
     page.errors.clear()
     page.asked[:] = [url for url in page.asked if "evil.example" not in url]

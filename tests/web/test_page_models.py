@@ -35,23 +35,23 @@ def models(standin: StandIn, page: PageDriver) -> PageDriver:
         "org/odd-chat": Repo(odd, downloads=7, tags=("safetensors",)),
     }
     page.open("/#models")
-    page.page.reload()
-    page.page.wait_for_selector("td:has-text('demo-draft')")
+    page.reload()
+    page.wait_for_selector("td:has-text('demo-draft')")
     return page
 
 
 def search(page: PageDriver, words: str, *, everything: bool = False) -> None:
-    page.page.get_by_label("Search the hub").fill(words)
-    page.page.get_by_label("include models in other formats").set_checked(everything)
+    page.get_by_label("Search the hub").fill(words)
+    page.get_by_label("include models in other formats").set_checked(everything)
     page.click("Search")
 
 
 def card(page: PageDriver, name: str) -> Any:
-    return page.page.locator("ul[aria-label='Models of the hub'] .card", has_text=name)
+    return page.locator("ul[aria-label='Models of the hub'] .card", has_text=name)
 
 
 def job(page: PageDriver, name: str) -> Any:
-    return page.page.locator("ul[aria-label='Downloads and conversions'] .card", has_text=name)
+    return page.locator("ul[aria-label='Downloads and conversions'] .card", has_text=name)
 
 
 def test_search_says_what_fits_before_a_download(models: PageDriver) -> None:
@@ -65,11 +65,11 @@ def test_search_says_what_fits_before_a_download(models: PageDriver) -> None:
     card(models, "org/odd-chat").locator(".badge:has-text('unsupported')").wait_for()
     assert "nonsense" in card(models, "org/odd-chat").inner_text()
     search(models, "no such thing")
-    models.page.wait_for_selector("text=The hub has no such model")
+    models.wait_for_selector("text=The hub has no such model")
 
 
 def test_models_that_fit_come_first(models: PageDriver) -> None:
-    cards = models.page.locator("ul[aria-label='Models that fit'] .card")
+    cards = models.locator("ul[aria-label='Models that fit'] .card")
     cards.first.wait_for()
     assert models.texts(".column h2")[0] == "Fits this machine"
     first = cards.first.inner_text()
@@ -83,11 +83,11 @@ def test_models_that_fit_come_first(models: PageDriver) -> None:
 def test_a_hub_that_cannot_be_reached_is_said(models: PageDriver, standin: StandIn) -> None:
     standin.faults.status = 500
     search(models, "chat")
-    problem = models.page.locator(".error", has_text="The hub cannot be searched")
+    problem = models.locator(".error", has_text="The hub cannot be searched")
     problem.wait_for()
-    assert models.page.evaluate("document.querySelector('aside').getBoundingClientRect().top") == 0
+    assert models.evaluate("document.querySelector('aside').getBoundingClientRect().top") == 0
     lowest = problem.evaluate("element => element.getBoundingClientRect().bottom")
-    assert lowest <= models.page.viewport_size["height"], "it is below the window"
+    assert lowest <= models.viewport_size["height"], "it is below the window"
     models.errors.clear()
 
 
@@ -109,9 +109,9 @@ def test_a_download_is_paused_and_resumed(
     result.get_by_role("button", name="Resume").click()
     result.locator(".badge:has-text('done')").wait_for()
     assert [line for line in standin.log[before:] if "bytes=" in line and "bytes=0-" not in line]
-    models.page.wait_for_selector("td.name:has-text('org/small-chat')")
+    models.wait_for_selector("td.name:has-text('org/small-chat')")
     result.get_by_role("button", name="Chat with it").click()
-    models.page.wait_for_selector('textarea[placeholder="Ask org/small-chat"]')
+    models.wait_for_selector('textarea[placeholder="Ask org/small-chat"]')
     answer = models.answered("What is a KV cache?")
     assert answer.inner_text().startswith("A KV cache keeps the keys and values")
     assert "org/small-chat" in models.facts(answer)
@@ -152,14 +152,14 @@ def test_a_failed_download_says_why_and_is_retried(models: PageDriver, standin: 
 
 
 def test_a_model_is_converted_and_its_report_shown(models: PageDriver) -> None:
-    models.page.get_by_role("button", name="Convert demo-draft").click()
-    models.page.get_by_label("Recipe").select_option("8bit")
-    models.page.get_by_label("Compare its logits").uncheck()
-    models.page.get_by_role("dialog").get_by_role("button", name="Convert").click()
+    models.get_by_role("button", name="Convert demo-draft").click()
+    models.get_by_label("Recipe").select_option("8bit")
+    models.get_by_label("Compare its logits").uncheck()
+    models.get_by_role("dialog").get_by_role("button", name="Convert").click()
     card = job(models, "demo-draft-8bit")
     card.locator(".badge:has-text('done')").wait_for(timeout=40_000)
     assert "bits per weight, recipe 8bit" in card.locator(".report").inner_text()
-    row = models.page.locator("tr", has_text="demo-draft-8bit")
+    row = models.locator("tr", has_text="demo-draft-8bit")
     row.locator(".badge:has-text('converted')").wait_for()
     row.get_by_role("button", name="Delete").click()
     models.click("Delete it")
@@ -189,9 +189,9 @@ def test_an_added_model_is_served_after_the_next_start_until_it_is_removed(tmp_p
 
 
 def test_an_added_model_is_removed_on_the_page(models: PageDriver) -> None:
-    row = models.page.locator("tr", has=models.page.get_by_text("demo-draft", exact=True))
+    row = models.locator("tr", has=models.get_by_text("demo-draft", exact=True))
     models.server.post("/hub/serve", {"model": "demo-draft"})
-    models.page.reload()  # the page reads the list when it is opened
+    models.reload()  # the page reads the list when it is opened
     row.locator(".badge:has-text('served')").wait_for()
     row.get_by_role("button", name="Serve demo-draft no longer").click()
     row.locator(".badge:has-text('bundled')").wait_for()

@@ -58,9 +58,8 @@ def test_an_answer_of_the_demo_holds_to_a_schema_and_says_so(profile: Any, tmp_p
     with LivePageServer(tmp_path) as server, PageDriver(profile, server) as page:
         page.open()
         page.click("Settings of this conversation")
-        form = page.page.get_by_role("form", name="Settings of this conversation")
-        form.get_by_label("Answers are").select_option("schema")
-        form.get_by_label("Schema", exact=True).fill(json.dumps(schema))
+        page.settings.get_by_label("Answers are").select_option("schema")
+        page.settings.get_by_label("Schema", exact=True).fill(json.dumps(schema))
         page.click("Close the settings")
         answer = page.answered("What colour is the sky?")
         said = json.loads(answer.locator(".markdown").inner_text())
@@ -69,6 +68,6 @@ def test_an_answer_of_the_demo_holds_to_a_schema_and_says_so(profile: Any, tmp_p
         assert "holds to the schema: guaranteed" in page.facts(answer)
         form_of_last = "response_format"
         page.click("Copy this answer")
-        page.page.get_by_role("button", name="cURL").click()
+        page.get_by_role("button", name="cURL").click()
         page.wait_for("navigator.clipboard.readText().then(t => t.startsWith('curl'))")
         assert form_of_last in page.clipboard()

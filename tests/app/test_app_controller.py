@@ -1,11 +1,8 @@
 """The app's view of its server over HTTP, and its actions."""
 
-import http.server
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from mlxinfer.app.process import ServerProcess, StartError
 from mlxinfer.app.settings import Settings
 from mlxinfer.errors import MlxinferError
 from mlxinfer.server.keys import ApiKeys
+from tests.http_site import http_site
 from tests.waiting import wait_until
 
 
@@ -182,28 +180,9 @@ def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
         assert controller.refresh().phase is Phase.RUNNING
 
 
-@contextmanager
-def another_program(answer: bytes) -> Iterator[str]:
-    """Something else that speaks HTTP."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_another_program_at_the_address_is_said_and_left_alone(tmp_path: Path) -> None:
     for answer in (b"<h1>Hello</h1>", b'{"requests": 1}', b"[]"):
-        with another_program(answer) as url:
+        with http_site(lambda _, answer=answer: (200, {}, [answer])) as url:
             controller = AppController(tmp_path, ServerProcess(tmp_path), lambda *_: None)
             controller.change(Settings(url=url))
             assert controller.refresh().phase is Phase.FOREIGN, answer

@@ -33,6 +33,7 @@ from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import STATUS, Action, Do, menu_of
 from mlxinfer.app.platforms import Hotkey
 from mlxinfer.app.process import ServerProcess
+from mlxinfer.app.settings import Settings
 from mlxinfer.app.welcome import cards_of, time_text
 from mlxinfer.memory import models_limit_bytes
 from mlxinfer.memory.suggestions import to_begin_with
@@ -61,6 +62,20 @@ def begun(controller: AppController, tmp_path: Path) -> Iterator[Any]:
     assert problems == []
 
 
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that the browser was to open."""
+    addresses: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", addresses.append)
+    return addresses
+
+
+def scripts_of(app: MenubarApp) -> list[str]:
+    """What the app had its page run."""
+    actions = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
+    return [action["javascript"] for action in actions]
+
+
 def lines(app: MenubarApp) -> list[str]:
     """Texts of the status item's commands, as Toga has them."""
     return [
@@ -87,10 +102,8 @@ def texts(widget: Any) -> list[str]:
 
 
 async def test_the_menu_is_what_the_view_says_and_its_commands_act(
-    begun: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+    begun: Any, server: PageServer, opened: list[str]
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
     async with begun() as (app, platform):
         assert app.controller.view.phase is Phase.RUNNING
         assert lines(app)[0] == "● Ready · demo"
@@ -175,10 +188,7 @@ async def test_a_part_of_the_screen_goes_with_the_next_question(
             app.chat.web, "evaluate_javascript"
         )  # the page is not there yet
         app.chat.web._impl.simulate_page_loaded()
-        [script] = [
-            done["javascript"]
-            for done in EventLog.performed_actions(app.chat.web, "evaluate_javascript")
-        ]
+        [script] = scripts_of(app)
         assert base64.b64encode(b"a picture").decode() in script
         assert '"screenshot.png"' in script
         platform.missing = True
@@ -197,8 +207,7 @@ async def test_dropped_files_go_with_a_question(
         platform.drop([notes])
         await app._attach([notes])
         app.chat.web._impl.simulate_page_loaded()
-        scripts = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
-        assert '("notes.txt", "text/plain", "QnV5IG1pbGsu")' in scripts[-1]["javascript"]
+        assert '("notes.txt", "text/plain", "QnV5IG1pbGsu")' in scripts_of(app)[-1]
         assert app.chat.window.visible
         await app._attach([large])
         assert app.controller.view.problem == "large.bin is larger than 105 MB."
@@ -212,15 +221,12 @@ async def test_a_picture_may_spell_anything_in_base64(begun: Any) -> None:
         app.chat.web._impl.simulate_page_loaded()
         for spelled in ("NAME", "DATA"):
             assert app.chat.attach("a.png", base64.b64decode(spelled))
-            scripts = EventLog.performed_actions(app.chat.web, "evaluate_javascript")
-            assert scripts[-1]["javascript"].endswith(f'("a.png", "image/png", "{spelled}")')
+            assert scripts_of(app)[-1].endswith(f'("a.png", "image/png", "{spelled}")')
 
 
 async def test_links_of_answers_open_in_the_browser(
-    begun: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+    begun: Any, server: PageServer, opened: list[str]
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
     async with begun() as (app, _):
         assert app.may_follow(f"{server.url}/page/app.js")
         for url in ("https://a.example/", "file:///etc/passwd", "javascript:1", f"{server.url}0/"):
@@ -229,10 +235,8 @@ async def test_links_of_answers_open_in_the_browser(
 
 
 async def test_an_app_without_an_icon_offers_everything_in_its_window(
-    begun: Any, controller: AppController, server: PageServer, monkeypatch: pytest.MonkeyPatch
+    begun: Any, controller: AppController, server: PageServer, opened: list[str]
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
     async with begun() as (app, platform):
         app.form.switches["hide_icon"].value = True
         assert app.status is None
@@ -318,7 +322,7 @@ async def test_at_login_no_window_opens(begun: Any, background: bool) -> None:
 async def test_the_first_run_begins_with_three_models_and_is_not_repeated(
     begun: Any, controller: AppController, tmp_path: Path
 ) -> None:
-    controller.change(type(controller.settings)(url=controller.settings.url))
+    controller.change(Settings(url=controller.settings.url))
     async with begun() as (app, _):
         first = app.introduction
         assert first.window.visible
@@ -345,7 +349,7 @@ async def test_the_first_run_begins_with_three_models_and_is_not_repeated(
 
 
 async def test_a_first_run_alone_offers_what_fits(begun: Any, controller: AppController) -> None:
-    controller.change(type(controller.settings)(url="http://127.0.0.1:9"))
+    controller.change(Settings(url="http://127.0.0.1:9"))
     async with begun() as (app, _):
         limit = models_limit_bytes()
         assert set(app.introduction.cards) <= {item.name for item in to_begin_with(limit)}
@@ -365,7 +369,7 @@ def test_the_cards_are_the_best_balance_and_smaller_ones() -> None:
 async def test_a_download_has_one_percentage_throughout(
     begun: Any, controller: AppController
 ) -> None:
-    controller.change(type(controller.settings)(url=controller.settings.url))
+    controller.change(Settings(url=controller.settings.url))
     async with begun() as (app, _):
         first = app.introduction
         first.chosen, first.getting = "org/a", True
@@ -395,10 +399,8 @@ async def test_no_text_of_a_window_has_the_backticks_of_a_terminal(begun: Any) -
 
 
 async def test_a_chat_of_the_list_opens_in_the_browser(
-    begun: Any, server: PageServer, monkeypatch: pytest.MonkeyPatch
+    begun: Any, server: PageServer, opened: list[str]
 ) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", opened.append)
     async with begun(web=False) as (app, _):
         view = replace(app.controller.view, chats=(Chat(id="b" * 16, title="A question"),))
         app.chat.show(view, "")
@@ -425,7 +427,7 @@ async def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
     calls: list[str] = []
     monkeypatch.setattr(ServerProcess, "start", lambda *_: calls.append("start"))
     monkeypatch.setattr(ServerProcess, "stop", lambda *_: calls.append("stop"))
-    controller.change(type(controller.settings)(url="http://127.0.0.1:9", introduced=True))
+    controller.change(Settings(url="http://127.0.0.1:9", introduced=True))
     async with begun() as (app, _):
         await until(lambda: app._looks > 1)
         assert calls == []
@@ -437,9 +439,7 @@ async def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
         await app.perform(Action(Do.START))
         assert calls == ["start"]
     calls.clear()
-    controller.change(
-        type(controller.settings)(url="http://127.0.0.1:9", introduced=True, start_server=True)
-    )
+    controller.change(Settings(url="http://127.0.0.1:9", introduced=True, start_server=True))
     async with begun() as (app, _):
         await until(lambda: calls == ["start"])
     assert calls == ["start"]

@@ -1,8 +1,10 @@
 """A model that needs no mlx, for tests of what the commands do around it."""
 
+import io
+import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +50,18 @@ def session(llm: FakeLLM) -> ChatSession:
 
 
 @pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """stdin(b"text"): what the next command reads there."""
+
+    def give(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+    return give
+
+
+@pytest.fixture
 def outcome(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """outcome("run", "hi") -> what a user sees: .code, .out, .err"""
+    """outcome("run", "hi") -> what a user sees: .code, .out, .err; outcome.json("list")."""
     from mlxinfer.cli import main
 
     def call(*args: str) -> SimpleNamespace:
@@ -63,4 +75,5 @@ def outcome(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
         seen = capsys.readouterr()
         return SimpleNamespace(code=stop.value.code, out=seen.out, err=seen.err)
 
+    call.json = lambda *args: json.loads(call(*args, "--json").out)  # type: ignore[attr-defined]
     return call

@@ -5,7 +5,6 @@ import codecs
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from mlxinfer.errors import (
 )
 from mlxinfer.server.errors import ModelLoadError, ShuttingDownError, StoreError
 from mlxinfer.server.http import OPENAI, Body, error_reply
+from tests.seeds import seeded
 
 NUM_KILLS = int(os.environ.get("MLXINFER_BATCH_KILLS", "1"))
 CHAT = "/v1/chat/completions"
@@ -86,9 +86,7 @@ def test_answers_and_errors_go_to_their_files_and_a_second_run_goes_on(tmp_path:
 @pytest.mark.ci
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """Killed or interrupted at random moments: no line is answered twice, and none is lost."""
-    seed = random.randrange(10**6)
-    rng = random.Random(seed)
-    print(f"seed {seed}")
+    rng = seeded()
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [line(n, chat(f"Say {n}", ignore_eos=True)) for n in range(12 * NUM_KILLS)]
     given.write_bytes(as_file(lines))

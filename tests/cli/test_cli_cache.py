@@ -1,6 +1,5 @@
 """mlxinfer cache: sizes by namespace, and a clear that touches nothing but the cache."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def files(folder: Path) -> list[Path]:
 
 def test_info_counts_what_is_there(folder: Path, outcome: Any) -> None:
     total = sum(path.stat().st_size for path in files(folder))
-    shown = json.loads(outcome("cache", "info", "--json").out)
+    shown = outcome.json("cache", "info")
     assert (shown["dir"], shown["bytes"]) == (str(folder), total)
     assert sorted(space["entries"] for space in shown["namespaces"]) == [1, 2]
     assert {s["name"] for s in shown["namespaces"]} == {
@@ -45,7 +44,7 @@ def test_info_counts_what_is_there(folder: Path, outcome: Any) -> None:
 
 def test_no_cache_is_no_error(tmp_path: Path, outcome: Any) -> None:
     nowhere = str(tmp_path / "nowhere")
-    assert json.loads(outcome("cache", "info", "--json", "--dir", nowhere).out) == {
+    assert outcome.json("cache", "info", "--dir", nowhere) == {
         "dir": nowhere,
         "bytes": 0,
         "namespaces": [],
@@ -63,7 +62,7 @@ def test_clear_removes_the_cache_and_nothing_else(folder: Path, outcome: Any) ->
     for path in mine:
         path.write_text("mine")
     total = sum(path.stat().st_size for path in files(folder) if path not in mine)
-    freed = json.loads(outcome("cache", "clear", "--yes", "--json").out)["freed_bytes"]
+    freed = outcome.json("cache", "clear", "--yes")["freed_bytes"]
     assert freed == total
     assert sorted(files(folder)) == sorted(mine)
 

@@ -161,8 +161,8 @@ def test_reasoning_is_shown_on_a_terminal_only(session: ChatSession, llm: FakeLL
     assert shown.index("hm hm") < shown.rindex("Hello there.")
 
 
-def test_chat_reads_stdin(fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("first \\\nsecond\n/quit\n"))
+def test_chat_reads_stdin(fake: FakeLLM, outcome: Any, stdin: Any) -> None:
+    stdin(b"first \\\nsecond\n/quit\n")
     seen = outcome("chat", "--temperature", "0.3")
     assert (seen.code, seen.out, seen.err) == (0, "Hello there.\n", "")
     messages, params = fake.asked[0]
@@ -232,11 +232,9 @@ def test_no_input_line_crashes_the_chat(
     assert len(errors) < 2000
 
 
-def test_a_failed_turn_sets_the_exit_code(
-    fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for typed, code in (("hi\n", 0), ("hi\n/nonsense\nhi\n", 1)):
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+def test_a_failed_turn_sets_the_exit_code(fake: FakeLLM, outcome: Any, stdin: Any) -> None:
+    for typed, code in ((b"hi\n", 0), (b"hi\n/nonsense\nhi\n", 1)):
+        stdin(typed)
         assert outcome("chat").code == code
 
 

@@ -33,7 +33,7 @@ def test_command_line_before_environment_before_file(
     file: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLXINFER_SERVE_PORT", "9001")
-    shown = json.loads(outcome("config", "show", "--json").out)
+    shown = outcome.json("config", "show")
     assert shown["file"] == str(file)
     assert shown["serve"]["port"] == {"value": 9001, "origin": "environment"}
     assert shown["serve"]["host"] == {"value": ["localhost"], "origin": "config file"}
@@ -44,7 +44,7 @@ def test_paths_are_shown_as_text(file: Path, outcome: Any, monkeypatch: pytest.M
     """On the page too, which gets the same values."""
     monkeypatch.setenv("MLXINFER_SERVE_KEYS_FILE", str(file))
     monkeypatch.setenv("MLXINFER_SERVE_HOSTFILE", str(file))
-    shown = json.loads(outcome("config", "show", "--json").out)["serve"]
+    shown = outcome.json("config", "show")["serve"]
     for name in ("keys-file", "hostfile"):
         assert shown[name] == {"value": str(file), "origin": "environment"}
 

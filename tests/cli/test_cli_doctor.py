@@ -1,6 +1,5 @@
 """`mlxinfer doctor`: every check is a line, a broken one too."""
 
-import json
 from typing import Any
 
 import mlx.core as mx
@@ -89,7 +88,7 @@ def test_gpu_memory_limit_leaves_room_for_the_system() -> None:
 
 def test_json_keys_are_stable(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "CHECKS", (lambda: Check("one", WARN, "so so", "look"),))
-    assert json.loads(outcome("doctor", "--json").out) == {
+    assert outcome.json("doctor") == {
         "ok": True,
         "checks": [{"name": "one", "status": "warn", "detail": "so so", "advice": "look"}],
     }

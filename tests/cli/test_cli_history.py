@@ -1,7 +1,6 @@
 """`mlxinfer history`, and chats that are kept and gone on with."""
 
-import io
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ def stored(place: Path) -> History:
 def test_list_show_and_search(outcome: Any, stored: History) -> None:
     listed = outcome("history", "list")
     assert "What is a zebra?" in listed.out
-    assert json.loads(outcome("history", "list", "--json").out)["conversations"][0]["id"] == TALK
+    assert outcome.json("history", "list")["conversations"][0]["id"] == TALK
     shown = outcome("history", "show").out
     assert "> Be brief." in shown
     assert "A striped animal." in shown
@@ -49,7 +48,7 @@ def test_list_show_and_search(outcome: Any, stored: History) -> None:
     assert '<file name="a.txt">' in shown
     assert "A horse." in outcome("history", "search", "horse").out
     assert outcome("history", "show", TALK[:10]).out == shown
-    [exported] = json.loads(outcome("history", "show", "--all", "--json").out)
+    [exported] = outcome.json("history", "show", "--all")
     assert [m["content"] for m in exported["messages"]][1:] == ["A horse.", "A striped animal."]
 
 
@@ -77,16 +76,22 @@ def test_without_a_history_the_commands_say_so(outcome: Any) -> None:
     assert outcome("chat", "-c").code == 1
 
 
-def talk(outcome: Any, monkeypatch: pytest.MonkeyPatch, text: str, *args: str) -> Any:
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    return outcome("chat", *args)
+@pytest.fixture
+def talk(outcome: Any, stdin: Any) -> Callable[..., Any]:
+    """talk("typed", "-c") -> the outcome of a chat."""
+
+    def chat(typed: str, *args: str) -> Any:
+        stdin(typed.encode())
+        return outcome("chat", *args)
+
+    return chat
 
 
 def test_chat_goes_on_with_the_newest_conversation_and_keeps_both(
-    fake: FakeLLM, outcome: Any, stored: History, monkeypatch: pytest.MonkeyPatch
+    fake: FakeLLM, stored: History, talk: Any
 ) -> None:
-    assert talk(outcome, monkeypatch, "Which?\n", "-c", "no-such-id").code == 1
-    assert talk(outcome, monkeypatch, "And an okapi?\n", "-c", TALK[:12]).code == 0
+    assert talk("Which?\n", "-c", "no-such-id").code == 1
+    assert talk("And an okapi?\n", "-c", TALK[:12]).code == 0
     sent: Any = fake.asked[-1][0]
     assert [m["content"] for m in sent][:1] == ["Be brief."]
     assert "inside" in sent[1]["content"]
@@ -121,17 +126,13 @@ def test_run_keeps_its_last_answer_and_what_somebody_goes_on_with(
     assert [c.title for c in stored.conversations("")] == ["Third", "Second", "What is a zebra?"]
 
 
-def test_no_history_goes_on_without_keeping(
-    fake: FakeLLM, outcome: Any, stored: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert talk(outcome, monkeypatch, "Unseen\n", "-c", "--no-history").code == 0
+def test_no_history_goes_on_without_keeping(fake: FakeLLM, stored: History, talk: Any) -> None:
+    assert talk("Unseen\n", "-c", "--no-history").code == 0
     assert len(stored.messages("", TALK)) == 3
 
 
-def test_another_try_and_an_edit_are_branches(
-    fake: FakeLLM, outcome: Any, stored: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert talk(outcome, monkeypatch, "One\n/regen\n/edit Two\n/clear\nNew\n", "-c").code == 0
+def test_another_try_and_an_edit_are_branches(fake: FakeLLM, stored: History, talk: Any) -> None:
+    assert talk("One\n/regen\n/edit Two\n/clear\nNew\n", "-c").code == 0
     messages = stored.messages("", TALK)
     questions = [m for m in messages if m.role == "user"][1:]
     assert [m.content for m in questions] == ["One", "One", "Two"]
@@ -139,8 +140,6 @@ def test_another_try_and_an_edit_are_branches(
     assert [c.title for c in stored.conversations("")] == ["New", "What is a zebra?"]
 
 
-def test_chats_of_scripts_are_not_kept(
-    fake: FakeLLM, outcome: Any, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert talk(outcome, monkeypatch, "Hello\n").code == 0
+def test_chats_of_scripts_are_not_kept(fake: FakeLLM, place: Path, talk: Any) -> None:
+    assert talk("Hello\n").code == 0
     assert not place.exists()

@@ -1,6 +1,5 @@
 """pull, list, show, rm against the stand-in hub."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,17 +40,17 @@ def test_pull_then_list_then_rm(standin: StandIn, outcome: Any) -> None:
 
 
 def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
-    plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
+    plan = outcome.json("pull", "--dry-run", "org/tiny")
     assert set(plan) == set(words("name commit total_bytes missing_bytes free_bytes fit files"))
     assert plan["fit"]["weights_bytes"] == len(WEIGHTS)
     assert plan["missing_bytes"] == plan["total_bytes"]
-    pulled = json.loads(outcome("pull", "--json", "org/tiny").out)
+    pulled = outcome.json("pull", "org/tiny")
     assert set(pulled) == {"name", "path", "size_bytes"}
-    [model] = json.loads(outcome("list", "--json").out)["models"]
+    [model] = outcome.json("list")["models"]
     assert set(model) == {"name", "path", "size_bytes", "files", "modified", "complete", "source"}
     assert model["path"] == pulled["path"]
     assert model["size_bytes"] == pulled["size_bytes"]
-    removed = json.loads(outcome("rm", "-y", "--json", "org/tiny").out)
+    removed = outcome.json("rm", "-y", "org/tiny")
     assert removed["removed"][0]["name"] == "org/tiny"
     assert removed["removed"][0]["freed_bytes"] > len(WEIGHTS)
 
@@ -67,8 +66,8 @@ def test_a_table_of_n_grams_takes_no_memory(standin: StandIn, outcome: Any, tmp_
         table = sum(a.nbytes for n, a in arrays.items() if "ngram_embedding.shard" in n)
         served = {name: (folder / name).read_bytes() for name in ("config.json", WEIGHTS_FILE)}
         standin.repos["org/tiny"] = Repo(dict(MODEL) | served)
-        plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
-        facts = json.loads(outcome("show", "--json", str(folder)).out)
+        plan = outcome.json("pull", "--dry-run", "org/tiny")
+        facts = outcome.json("show", str(folder))
         assert facts["table_bytes"] == table > 0
         in_memory = len(served[WEIGHTS_FILE]) - table
         assert plan["fit"]["weights_bytes"] == facts["fit"]["weights_bytes"] == in_memory
@@ -96,7 +95,7 @@ def test_heads_and_towers_that_are_not_loaded_count_nowhere(
         mx.save_safetensors(str(file), {name: arrays[name] for name in part})
     served = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     standin.repos["org/tiny"] = Repo({"tokenizer.json": MODEL["tokenizer.json"]} | served)
-    plan = json.loads(outcome("pull", "--dry-run", "--json", "org/tiny").out)
+    plan = outcome.json("pull", "--dry-run", "org/tiny")
     sizes = [size for name, data in served.items() if (size := len(data)) and "saf" in name]
     assert 0 < plan["fit"]["weights_bytes"] == held_bytes(folder) < sum(sizes)
 
@@ -117,7 +116,7 @@ def test_a_pulled_model_that_does_not_fit_is_noted(
 def test_dry_run_fetches_nothing(standin: StandIn, outcome: Any) -> None:
     seen = outcome("pull", "--dry-run", "org/tiny")
     assert "262 kB in 4 files, 262 kB to download" in seen.out
-    assert json.loads(outcome("list", "--json").out) == {"models": []}
+    assert outcome.json("list") == {"models": []}
 
 
 def test_errors_say_what_to_do(standin: StandIn, outcome: Any) -> None:
@@ -151,7 +150,7 @@ def test_rm_asks_first(standin: StandIn, outcome: Any, monkeypatch: pytest.Monke
 def test_show_what_cannot_run(standin: StandIn, outcome: Any) -> None:
     standin.repos["org/odd"] = Repo({**MODEL, "config.json": b'{"model_type": "oddity"}'})
     outcome("pull", "org/odd")
-    facts = json.loads(outcome("show", "--json", "org/odd").out)
+    facts = outcome.json("show", "org/odd")
     assert facts["supported"] is False
     assert facts["architecture"] == "oddity"
     assert facts["parameters"] == len(WEIGHTS) - 8 - int.from_bytes(WEIGHTS[:8], "little")

@@ -16,14 +16,14 @@ from mlxinfer.memory.suggestions import TASKS, suggestions
 
 
 def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> None:
-    content = json.loads(outcome("suggest", "--memory", "24GB", "--json").out)
+    content = outcome.json("suggest", "--memory", "24GB")
     sizes = [model["weights_bytes"] for model in content["models"]]
     assert sizes == sorted(sizes, reverse=True)
     assert all(size < content["limit_bytes"] for size in sizes)
     assert content["models"][0]["get"] == f"mlxinfer pull {content['models'][0]['name']}"
-    larger = json.loads(outcome("suggest", "--memory", "96GB", "--json").out)["models"]
+    larger = outcome.json("suggest", "--memory", "96GB")["models"]
     assert len(larger) > len(content["models"])
-    code = json.loads(outcome("suggest", "--memory", "96GB", "--for", "code", "--json").out)
+    code = outcome.json("suggest", "--memory", "96GB", "--for", "code")
     assert {"code"} == {"code"}.intersection(*[model["tasks"] for model in code["models"]])
     [pick] = [model["name"] for model in content["models"] if model["pick"]]
     assert pick == "mlx-community/gpt-oss-20b-MXFP4-Q8"  # the largest leaves no room
@@ -36,12 +36,12 @@ def test_the_readme_names_what_is_suggested_and_dense_giants_come_late(outcome: 
     rows = re.findall(r"^\| (\d+) GB.* \| `(.*)` \| ([\d.]+) GB \|$", readme, re.MULTILINE)
     assert len(rows) > 4
     for memory, name, size in rows:
-        models = json.loads(outcome("suggest", "--memory", f"{memory}GB", "--json").out)["models"]
+        models = outcome.json("suggest", "--memory", f"{memory}GB")["models"]
         [pick] = [model for model in models if model["pick"]]
         assert (pick["name"], f"{pick['weights_bytes'] / 1e9:.1f}") == (name, size), memory
         assert pick["weights_bytes"] * pick["active_parameters"] / pick["parameters"] < 6e9
     for task in TASKS:
-        suggested = json.loads(outcome("suggest", "--memory", "64GB", "--for", task, "--json").out)
+        suggested = outcome.json("suggest", "--memory", "64GB", "--for", task)
         assert all(task in model["tasks"] for model in suggested["models"])
 
 
@@ -59,11 +59,11 @@ def test_one_size_everywhere(outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_
     weights = Path(shutil.copytree(ASSETS / "demo-draft", here / "snapshots/c")) / WHOLE
     (here / "refs").mkdir()
     (here / "refs/main").write_text("c")
-    listed = json.loads(outcome("list", "--json").out)["models"]
-    suggested = json.loads(outcome("suggest", "--memory", "24GB", "--json").out)["models"]
+    listed = outcome.json("list")["models"]
+    suggested = outcome.json("suggest", "--memory", "24GB")["models"]
     sizes = [model["size_bytes"] for model in listed if model["name"] == name]
     sizes += [model["weights_bytes"] for model in suggested if model["name"] == name]
-    sizes += [json.loads(outcome("show", name, "--json").out)["weight_bytes"]]
+    sizes += [outcome.json("show", name)["weight_bytes"]]
     assert sizes == [weights.stat().st_size] * 3
 
 
@@ -93,7 +93,7 @@ def test_models_of_lm_studio_ollama_and_other_folders_are_listed(
     manifest.parent.mkdir(parents=True)
     layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:ab"}
     manifest.write_text(json.dumps({"layers": [{"mediaType": "other"}, layer]}))
-    seen = json.loads(outcome("list", "--folder", str(tmp_path / "disk"), "--json").out)
+    seen = outcome.json("list", "--folder", str(tmp_path / "disk"))
     by_name = {m["name"]: m["source"] for m in seen["models"] if m["source"] != "bundled"}
     assert by_name == {str(folder_of_user): "folder", str(studio): "lm studio"}
     assert [m["name"] for m in seen["gguf"]] == ["org/Big/big-00001-of-00002.gguf", "llama:8b"]

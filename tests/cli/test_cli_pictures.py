@@ -2,7 +2,6 @@
 
 import base64
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +75,14 @@ def test_a_conversation_that_goes_on_has_its_pictures(
     photo: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    stdin: Any,
 ) -> None:
     monkeypatch.setenv("MLXINFER_HISTORY", str(tmp_path / "history.db"))
     log = open_log(continued=None, keep=True)
     log.add("user", "What?", model="demo-vision", system=None, images=[photo.read_bytes()])
     log.add("assistant", "A square.", model="demo-vision", system=None)
     log.close()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n"))
+    stdin(b"And now?\n")
     assert outcome(command, "-c", *(["And now?"] if command == "run" else [])).code == 0
     assert [name for name, _ in seeing.opened] == ["demo-vision"]
     asked: Any = seeing.asked[0][0]
@@ -91,17 +91,16 @@ def test_a_conversation_that_goes_on_has_its_pictures(
     assert text == {"type": "text", "text": "What?"}
     assert asked[2]["content"] == "And now?"
     seeing.model_info.sees = False
-    monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n"))
+    stdin(b"And now?\n")
     assert outcome(command, "-c", *(["And now?"] if command == "run" else [])).code == 0
     asked = seeing.asked[1][0]
     assert asked[0]["content"] == "[picture: picture 1]\n\nWhat?"
 
 
 def test_run_reads_a_picture_from_a_pipe(
-    seeing: FakeLLM, outcome: Any, photo: Path, monkeypatch: pytest.MonkeyPatch
+    seeing: FakeLLM, outcome: Any, photo: Path, stdin: Any
 ) -> None:
-    piped = io.TextIOWrapper(io.BytesIO(photo.read_bytes()), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", piped)
+    stdin(photo.read_bytes())
     assert outcome("run", "What?", "--image", "-").code == 0
     assert seeing.options[0]["images"] == [photo.read_bytes()]
 
@@ -149,7 +148,7 @@ def test_run_answers_about_a_video_with_a_real_model(outcome: Any, tmp_path: Pat
     assert answers[0].out != answers[1].out
 
 
-def test_run_with_a_model_that_does_not_see(fake: FakeLLM, outcome: Any, photo: Path) -> None:
+def test_run_refuses_pictures_for_a_text_model(fake: FakeLLM, outcome: Any, photo: Path) -> None:
     seen = outcome("run", "What?", "--image", str(photo))
     assert seen.code == 1
     assert "fake reads text only" in seen.err
@@ -213,7 +212,7 @@ def test_a_model_that_does_not_see_says_so_at_once(fake: FakeLLM, photo: Path) -
     assert fake.asked[0][0] == [{"role": "user", "content": f"What is '{photo}'?"}]
 
 
-def test_paths_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_a_line_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     names = ["a.png", "b c.JPG", "d'e.webp"]
     one, two, three = (tmp_path / name for name in names)

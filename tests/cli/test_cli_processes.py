@@ -36,6 +36,12 @@ def finished(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def endless(model: str, *options: str, command: list[str] = COMMAND) -> subprocess.Popen[bytes]:
+    """An answer that goes on for longer than any test."""
+    argv = [*command, "run", "-m", model, "--max-tokens", FOREVER, *options, "hi"]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def test_the_bundled_model_answers_and_doctor_finds_it_well(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     answer, report = (
@@ -60,26 +66,19 @@ def test_refusing_a_model_of_mlx_lm_ends_with_its_own_code(model: str, tmp_path:
 
 
 def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
-    with subprocess.Popen(
-        [*COMMAND, "run", "-m", model, "--max-tokens", FOREVER, "hi"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with endless(model) as process:
         assert process.stdout.read(5)
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 1
 
 
+def in_shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+
+
 def test_a_listing_into_a_closed_pipe_is_quiet(model: str) -> None:
-    done = subprocess.run(
-        f"{' '.join(COMMAND)} show {model} | true",
-        shell=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = in_shell(f"{' '.join(COMMAND)} show {model} | true")
     assert (done.stdout, done.stderr) == ("", "")
 
 
@@ -87,19 +86,13 @@ def test_closed_streams_are_taken_for_nothing() -> None:
     """Any of them, as `<&-`, `>&-` and `2>&-` leave it: no file may get its number."""
     command = f"{' '.join(COMMAND)} run --max-tokens 4 hi"
     for closed, answered in (("<&- 2>&-", True), ("<&- >&-", False)):
-        done = subprocess.run(
-            f"{command} {closed}", shell=True, capture_output=True, text=True, timeout=60
-        )
+        done = in_shell(f"{command} {closed}")
         assert (done.returncode, done.stderr) == (0, ""), closed
         assert bool(done.stdout) == answered, closed
 
 
 def test_ctrl_c_prints_what_came(model: str) -> None:
-    with subprocess.Popen(
-        [*ANNOUNCING, "run", "-m", model, "--json", "--max-tokens", FOREVER, "--stats", "hi"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with endless(model, "--json", "--stats", command=ANNOUNCING) as process:
         assert process.stderr.readline() == b"a token\n"  # --json is silent until the end
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -112,11 +105,7 @@ def test_ctrl_c_prints_what_came(model: str) -> None:
 @pytest.mark.parametrize("gap_s", [0.0, 0.0005, 0.002])
 def test_ctrl_c_twice_aborts_nothing(model: str, gap_s: float) -> None:
     """A process that ends while the engine's thread is inside MLX is taken down by SIGABRT."""
-    with subprocess.Popen(
-        [*COMMAND, "run", "-m", model, "--max-tokens", FOREVER, "hi"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with endless(model) as process:
         process.stdout.read(5)
         process.send_signal(signal.SIGINT)
         time.sleep(gap_s)

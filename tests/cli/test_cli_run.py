@@ -1,6 +1,5 @@
 """`mlxinfer run`: prompt in, answer out, errors in one line."""
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -18,10 +17,6 @@ EVERY_OPTION = """
     --seed 7 --stop END --stop FIN
     --kv-bits 8/4 --kv-window 64 --kv-sinks 4 --max-memory 1GB
 """
-
-
-def pipe_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
 
 def test_the_answer_goes_to_stdout_and_nothing_else(fake: FakeLLM, outcome: Any) -> None:
@@ -66,18 +61,18 @@ def test_a_missing_chat_template_is_noted_on_stderr_unless_raw_was_given(
 
 @pytest.mark.parametrize("arguments", [(), ("-",)])
 def test_the_prompt_from_stdin(
-    arguments: tuple[str, ...], fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], fake: FakeLLM, outcome: Any, stdin: Any
 ) -> None:
-    pipe_in(monkeypatch, "grüezi\n".encode())
+    stdin("grüezi\n".encode())
     outcome("run", *arguments)
     assert fake.asked[0][0] == [{"role": "user", "content": "grüezi\n"}]
 
 
 @pytest.mark.parametrize(("data", "words"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
 def test_a_prompt_on_stdin_that_is_none(
-    data: bytes, words: str, fake: FakeLLM, outcome: Any, monkeypatch: pytest.MonkeyPatch
+    data: bytes, words: str, fake: FakeLLM, outcome: Any, stdin: Any
 ) -> None:
-    pipe_in(monkeypatch, data)
+    stdin(data)
     seen = outcome("run")
     assert seen.code == 2
     assert words in seen.err
@@ -150,7 +145,7 @@ def test_the_model_sets_how_it_is_sampled_but_for_options(fake: FakeLLM, outcome
 
 def test_json_is_one_object(fake: FakeLLM, outcome: Any) -> None:
     fake.thinks = "let me see"
-    data = json.loads(outcome("run", "--json", "hi").out)
+    data = outcome.json("run", "hi")
     assert data["model"] == "demo"
     assert data["text"] == "Hello there."
     assert data["reasoning"] == "let me see"

@@ -7,9 +7,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from mlxinfer.cli.running import duration, state_of
 from mlxinfer.errors import ServerError
 from mlxinfer.memory import human_bytes
 from mlxinfer.server.keys import ApiKeys
+from tests.http_site import Reply, http_site
 
 pytestmark = pytest.mark.demo  # `small` must be another model than `demo`
 
@@ -47,7 +46,7 @@ def ask(server: LazyServer, outcome: Any, monkeypatch: pytest.MonkeyPatch) -> An
     return lambda *args: outcome(*args, "--url", server.url)
 
 
-def test_load_ps_unload(ask: Any) -> None:
+def test_loaded_models_are_listed_until_they_are_unloaded(ask: Any) -> None:
     assert ask("load", "tiny").out.startswith("small is loaded: ")
     assert ask("load", "big").code == 0
     lines = [line.split() for line in ask("ps").out.splitlines()]
@@ -99,38 +98,24 @@ def test_no_server_is_one_line(outcome: Any) -> None:
     assert "mlxinfer serve" in ended.err
 
 
-class SomethingElse(BaseHTTPRequestHandler):
-    """Another program on the port: it answers, or sends the key elsewhere."""
-
-    seen: list[str]
-
-    def do_GET(self) -> None:
-        self.seen.append(self.path)
-        status, name, value = self.server.says  # type: ignore[attr-defined]
-        self.send_response(status)
-        self.send_header(name, value)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"hi")
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
-    "says", [(200, "x-a", "b"), (404, "x-a", "b"), (302, "location", "/stolen")]
+    ("status", "headers"), [(200, {}), (404, {}), (302, {"location": "/stolen"})]
 )
-def test_another_program_there_is_recognised(outcome: Any, says: tuple[int, str, str]) -> None:
-    SomethingElse.seen = []
-    with HTTPServer(("127.0.0.1", 0), SomethingElse) as other:
-        other.says = says  # type: ignore[attr-defined]
-        thread = threading.Thread(target=other.handle_request)
-        thread.start()
-        ended = outcome("ps", "--url", f"http://127.0.0.1:{other.server_port}")
-        thread.join()
+def test_another_program_there_is_recognised(
+    outcome: Any, status: int, headers: dict[str, str]
+) -> None:
+    """It answers, or sends the key elsewhere."""
+    seen: list[str] = []
+
+    def reply(path: str) -> Reply:
+        seen.append(path)
+        return status, headers, [b"hi"]
+
+    with http_site(reply) as url:
+        ended = outcome("ps", "--url", url)
     assert ended.code == 1
     assert "is no mlxinfer server" in ended.err
-    assert SomethingElse.seen == ["/admin/models"]
+    assert seen == ["/admin/models"]
 
 
 def test_durations_are_written_in_their_two_largest_units() -> None:
@@ -141,27 +126,17 @@ def test_durations_are_written_in_their_two_largest_units() -> None:
 
 
 def test_a_named_certificate_is_trusted(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    SomethingElse.seen = []
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "cert.pem", TLS / "key.pem")
-    with HTTPServer(("127.0.0.1", 0), SomethingElse) as other:
-        other.says = (404, "x-a", "b")  # type: ignore[attr-defined]
-        other.socket = context.wrap_socket(other.socket, server_side=True)
-        url = f"https://127.0.0.1:{other.server_port}"
-        thread = threading.Thread(target=other.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            refused = outcome("ps", "--url", url).err
-            assert "self-signed certificate. If the server is yours, set SSL_CERT_FILE" in refused
-            with pytest.raises(ServerError, match="set SSL_CERT_FILE"):
-                LLM(url)
-            monkeypatch.setenv("SSL_CERT_FILE", str(TLS / "cert.pem"))
-            assert "is no mlxinfer server" in outcome("ps", "--url", url).err
-            with pytest.raises(ServerError, match="404"):
-                LLM(url)
-        finally:
-            other.shutdown()
-            thread.join()
+    with http_site(lambda _: (404, {}, [b"hi"]), context) as url:
+        refused = outcome("ps", "--url", url).err
+        assert "self-signed certificate. If the server is yours, set SSL_CERT_FILE" in refused
+        with pytest.raises(ServerError, match="set SSL_CERT_FILE"):
+            LLM(url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(TLS / "cert.pem"))
+        assert "is no mlxinfer server" in outcome("ps", "--url", url).err
+        with pytest.raises(ServerError, match="404"):
+            LLM(url)
 
 
 def test_a_model_that_cannot_be_loaded_says_when_it_is_tried_again() -> None:
@@ -288,7 +263,7 @@ def test_why_says_where_reuse_ended(outcome: Any) -> None:
         lines = outcome("why", "--url", server.url).out.splitlines()
         assert "text_differs at" in lines[1]
         assert first.endswith(lines[2].split()[2])
-        shown = json.loads(outcome("why", second, "--json", "--url", server.url).out)
+        shown = outcome.json("why", second, "--url", server.url)
         told = outcome("why", second, "--url", server.url).out
         assert f"from token {shown['differs_at']} on:" in told
         assert shown["text"].split()[0] in told

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 
-from live_server import LiveServer, in_no_hurry, models_of
+from live_server import LiveServer, SeveralServer
 from PIL import Image
 
 from mlxinfer import InvalidRequestError, hub
@@ -20,8 +20,6 @@ from mlxinfer.cli import _open
 from mlxinfer.cli._open import served_name
 from mlxinfer.magics import Magics
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.slots import ServedModel
-from mlxinfer.session.options import EngineOptions
 
 SCHEMA = json.dumps(
     {
@@ -34,21 +32,6 @@ SCHEMA = json.dumps(
 SAID = "answers from the server at"
 
 SWITCH = "{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}"
-
-
-class SeveralServer(LiveServer):
-    """Models by the folders or bundled names that they have in this process."""
-
-    def __init__(self, **sources: str) -> None:
-        opened = [
-            ServedModel.open(name, hub.resolve(source), EngineOptions(max_batch=4), created_s=1)
-            for name, source in sources.items()
-        ]
-        self.model = in_no_hurry(opened[0])
-        models = models_of(opened)
-        for slot in models.slots():
-            slot.entry = replace(slot.entry, source=sources[slot.entry.name])
-        self.listen(models)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +48,12 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(thinker: str) -> Iterator[LiveServer]:
-    with SeveralServer(demo="demo", sees="demo-vision", thinks=thinker) as running:
+    """Models by the folders or bundled names that they have in this process."""
+    sources = {"demo": "demo", "sees": "demo-vision", "thinks": thinker}
+    folders = {name: hub.resolve(source) for name, source in sources.items()}
+    with SeveralServer(folders) as running:
+        for slot in running.service.models.slots():
+            slot.entry = replace(slot.entry, source=sources[slot.entry.name])
         yield running
 
 

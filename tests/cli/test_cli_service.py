@@ -1,7 +1,6 @@
 """mlxinfer service: the property list, letter for letter, and the calls of launchctl."""
 
 import errno
-import json
 import os
 import plistlib
 import stat
@@ -78,7 +77,7 @@ def test_install_writes_and_loads_the_file(launchctl: Path, tmp_path: Path, outc
     assert enable.startswith("enable gui/")
     assert bootstrap.startswith("bootstrap gui/")
     assert bootstrap.endswith(str(path))
-    assert json.loads(outcome("service", "status", "--json").out) == {
+    assert outcome.json("service", "status") == {
         "installed": True,
         "loaded": True,
         "state": "running",

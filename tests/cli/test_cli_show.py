@@ -95,7 +95,7 @@ def test_what_will_run_a_model_is_said_before_it_is_loaded(
         config = small_config(name, module)
     folder = write_model(tmp_path / "m", config)
     assert says in " ".join(outcome("show", str(folder)).out.split())
-    facts = json.loads(outcome("show", "--json", str(folder)).out)
+    facts = outcome.json("show", str(folder))
     assert (facts["definition"], facts["verdict"]) == (definition, verdict)
     assert facts["supported"] == (definition is not None)
     assert bool(facts["alone_because"]) == (name == "mamba")
@@ -103,7 +103,7 @@ def test_what_will_run_a_model_is_said_before_it_is_loaded(
 
 def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
-    facts = json.loads(outcome("show", "--json", "--context", "100", str(folder)).out)
+    facts = outcome.json("show", "--context", "100", str(folder))
     assert set(facts) == set(
         words("""
         name path supported problem definition task pooling alone_because compared verdict
@@ -120,23 +120,23 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
 
 def test_levels_of_thinking(tmp_path: Path, outcome: Any) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
-    assert json.loads(outcome("show", str(folder), "--json").out)["thinking"] == []
+    assert outcome.json("show", str(folder))["thinking"] == []
     assert "\nthinking " not in outcome("show", str(folder)).out
     efforts = "{% if reasoning_effort == 'max' %}Think more.{% endif %}"
     switch = "{% if enable_thinking is false %}<think></think>{% endif %}"
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}" + efforts + switch)
     levels = ["off", "on", "high", "max"]
-    assert json.loads(outcome("show", str(folder), "--json").out)["thinking"] == levels
+    assert outcome.json("show", str(folder))["thinking"] == levels
     assert re.search(r"\nthinking +off, on, high, max\n", outcome("show", str(folder)).out)
     (folder / "chat_template.jinja").write_text("{% if %}")
-    assert json.loads(outcome("show", str(folder), "--json").out)["thinking"] == []
+    assert outcome.json("show", str(folder))["thinking"] == []
 
 
 def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:
     tensors = picture_tensors("qwen3_vl")
     folder = write(tmp_path / "m", QWEN_CASES["qwen3_vl"].config, tensors)
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    facts = json.loads(outcome("show", str(folder), "--json").out)
+    facts = outcome.json("show", str(folder))
     seeing = sum(value.nbytes for name, value in tensors.items() if "visual." in name)
     assert facts["tower_bytes"] == seeing
     assert facts["weight_bytes"] == weights_bytes(folder)
@@ -145,7 +145,7 @@ def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:
     assert f"pictures, with {size} of the weights" in outcome("show", str(folder)).out
     text = {name: value for name, value in tensors.items() if "visual." not in name}
     write(folder, QWEN_CASES["qwen3_vl"].config, text)
-    assert json.loads(outcome("show", str(folder), "--json").out)["tower_bytes"] == 0
+    assert outcome.json("show", str(folder))["tower_bytes"] == 0
     assert "pictures, with" not in outcome("show", str(folder)).out
 
 
@@ -169,7 +169,7 @@ def test_heads_are_named_and_what_of_them_is_read(tmp_path: Path, outcome: Any) 
     )
     assert count_weights(folder, config).work == work
     mx.save_safetensors(str(folder / "model.safetensors"), plain)
-    assert json.loads(outcome("show", str(folder), "--json").out)["heads"] is None
+    assert outcome.json("show", str(folder))["heads"] is None
     assert count_weights(folder, config).work == work
 
 
@@ -188,7 +188,7 @@ def test_a_broken_file_is_named_beside_the_rest(broken: str, tmp_path: Path, out
     shown = outcome("show", str(folder))
     assert shown.out.splitlines()[2].startswith("cannot run ")
     assert (shown.code, broken in shown.err) == (1, True)
-    facts = json.loads(outcome("show", "--json", str(folder)).out)
+    facts = outcome.json("show", str(folder))
     assert facts["supported"] is False
     assert broken in facts["problem"]
 
@@ -210,7 +210,7 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(
     assert shown.code == 0, shown.err
     assert f"architecture   {written}\n" in shown.out
     assert shown.out.replace("\n", "").isprintable()
-    facts = json.loads(outcome("show", "--json", str(folder)).out)
+    facts = outcome.json("show", str(folder))
     assert facts["architecture"] == evil
 
 
@@ -225,7 +225,7 @@ def test_a_config_that_is_none_is_a_problem_and_no_fault(tmp_path: Path, outcome
 
 
 def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None:
-    said = json.loads(outcome("show", "demo", "--on", "m4 max 64gb", "--json").out)["on"]
+    said = outcome.json("show", "demo", "--on", "m4 max 64gb")["on"]
     assert (said["machine"], said["context"]) == ("M4 Max 64 GB", 2048)
     low, high = said["decode_tokens_per_s"]
     assert low / high == pytest.approx(410 / 546, rel=1e-3)

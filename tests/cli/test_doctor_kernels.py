@@ -103,7 +103,7 @@ def test_exit_code_1_where_a_kernel_is_at_fault(
     seen = outcome("doctor", "--kernels")
     assert seen.code == 1
     assert said in seen.out
-    report = json.loads(outcome("doctor", "--kernels", "--json").out)
+    report = outcome.json("doctor", "--kernels")
     assert not report["ok"]
     assert set(report) == {"ok", "about", "kernels"}
     assert report["kernels"][0]["speed"] is None

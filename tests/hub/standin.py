@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Self
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -139,7 +138,7 @@ class HubHandler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{git_hash}"'}
         if not name.endswith(LARGE):
             return self._answer(200, data, headers, body=body)
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = _sha256(data)
         headers |= {
             "X-Linked-Size": str(len(data)),
             "X-Linked-Etag": f'"{sha256}"',
@@ -152,7 +151,7 @@ class HubHandler(BaseHTTPRequestHandler):
             data
             for repo in self.hub.repos.values()
             for data in repo.files.values()
-            if hashlib.sha256(data).hexdigest() == sha256
+            if _sha256(data) == sha256
         )
         faults = self.hub.faults
         if faults.damage:
@@ -250,33 +249,30 @@ class StandIn:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def _sizes(name: str, body: bytes) -> dict[str, object]:
+    """A file as the listing of a repository has it."""
     sizes: dict[str, object] = {"size": len(body), "blobId": hashlib.sha1(body).hexdigest()}
-    if name.endswith(LARGE):
-        sha256 = hashlib.sha256(body).hexdigest()
-        sizes["lfs"] = {"sha256": sha256, "size": len(body), "pointerSize": 100}
-    return sizes
+    return sizes | (
+        {"lfs": {"sha256": _sha256(body), **_lfs(body)}} if name.endswith(LARGE) else {}
+    )
 
 
 def _entry(name: str, body: bytes) -> dict[str, object]:
-    entry: dict[str, object] = {
-        "type": "file",
-        "path": name,
-        "size": len(body),
-        "oid": hashlib.sha1(body).hexdigest(),
-    }
-    if name.endswith(LARGE):
-        sha256 = hashlib.sha256(body).hexdigest()
-        entry["lfs"] = {"oid": sha256, "size": len(body), "pointerSize": 100}
-    return entry
+    """A file as the tree of a repository has it."""
+    oid = hashlib.sha1(body).hexdigest()
+    entry: dict[str, object] = {"type": "file", "path": name, "size": len(body), "oid": oid}
+    return entry | ({"lfs": {"oid": _sha256(body), **_lfs(body)}} if name.endswith(LARGE) else {})
+
+
+def _sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def _lfs(body: bytes) -> dict[str, int]:
+    return {"size": len(body), "pointerSize": 100}

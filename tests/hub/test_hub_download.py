@@ -240,7 +240,7 @@ def test_a_full_disk_is_seen_early(standin: StandIn, monkeypatch: pytest.MonkeyP
     assert standin.sent[CDN] == 0
 
 
-def test_a_disk_that_fills_during_the_download(standin: StandIn, cache: Path) -> None:
+def test_a_disk_that_fills_meanwhile_is_named(standin: StandIn, cache: Path) -> None:
     import errno
 
     def full(*_: int) -> None:
@@ -251,7 +251,7 @@ def test_a_disk_that_fills_during_the_download(standin: StandIn, cache: Path) ->
         hub.resolve("org/tiny", progress=full)
 
 
-def test_a_cache_that_is_deleted_during_the_download(standin: StandIn, cache: Path) -> None:
+def test_a_cache_that_is_deleted_meanwhile_is_named(standin: StandIn, cache: Path) -> None:
     standin.faults.on_chunk = lambda: shutil.rmtree(cache, ignore_errors=True)
     with pytest.raises(DownloadError, match=r"deleted files of org/tiny .* run the same command"):
         hub.resolve("org/tiny")
@@ -259,7 +259,7 @@ def test_a_cache_that_is_deleted_during_the_download(standin: StandIn, cache: Pa
     assert (hub.resolve("org/tiny") / "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_a_repository_without_safetensors(standin: StandIn) -> None:
+def test_a_repository_without_safetensors_is_refused(standin: StandIn) -> None:
     standin.repos["org/old"] = Repo({"config.json": b"{}", "mmproj.gguf": b"GGUF"})
     with pytest.raises(DownloadError, match=r"no \.safetensors weights, and no GGUF model"):
         hub.resolve("org/old")
@@ -274,7 +274,7 @@ def test_the_same_weights_twice_are_fetched_once(standin: StandIn) -> None:
 @pytest.mark.parametrize(
     "evil", ["../../x.json", "sub/../x.json", "/abs.safetensors", "a\\b.json", "tokenizer.py"]
 )
-def test_names_from_the_hub_that_would_leave_the_folder(evil: str, standin: StandIn) -> None:
+def test_names_that_would_leave_the_folder_are_not_fetched(evil: str, standin: StandIn) -> None:
     standin.repos["org/evil"] = Repo({**MODEL, evil: b"{}"})
     plan = hub.plan_pull("org/evil")
     assert evil not in [file.path for file in plan.files]

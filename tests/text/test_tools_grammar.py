@@ -16,8 +16,8 @@ THINK = ReasoningFormat()
 ONE = [("get_weather", {"city": 'Par"is é'})]
 ALL = [("get_weather", {"city": "x", "days": 3, "units": "C"})]
 TWO = [*ONE, ("now", {})]
-SAMPLES = [(n, w) for n, w in WRITERS.items() if n != "harmony_role"]  # which is read, not written
-every_format = pytest.mark.parametrize(("name", "writer"), SAMPLES, ids=[n for n, _ in SAMPLES])
+NAMES = [name for name in WRITERS if name != "harmony_role"]  # which is read, not written
+every_format = pytest.mark.parametrize("name", NAMES)
 
 TAGS = ("<tool_call>", "</tool_call>")  # added tokens already
 
@@ -25,7 +25,7 @@ SPECIAL = tokenizer_with(tokens=[mark for mark in CONTROL if mark not in TAGS])
 TOKENIZERS = {"text": load_tokenizer("bytelevel"), "special": SPECIAL}
 GUIDES = {kind: llguidance.LLTokenizer(t.to_json()) for kind, t in TOKENIZERS.items()}
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-MARKED = [(n, w) for n, w in SAMPLES if n != "harmony" and FORMATS[n].marks[0] in CONTROL]
+MARKED = [n for n in NAMES if n != "harmony" and FORMATS[n].marks[0] in CONTROL]
 
 
 def allowed(kind, grammar, text):
@@ -37,9 +37,9 @@ def allowed(kind, grammar, text):
     return whole and matcher.is_accepting()
 
 
-def written(name, writer, calls):
+def written(name, calls):
     """As the templates write it, less what stands between the prompt and the first call."""
-    text = writer(calls).strip()
+    text = WRITERS[name](calls).strip()
     if name == "harmony":
         return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
     return text.replace("'", '"')
@@ -48,45 +48,45 @@ def written(name, writer, calls):
 @pytest.mark.alike
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @every_format
-def test_calls_are_allowed_and_text_is_not(kind, name, writer):
+def test_calls_are_allowed_and_text_is_not(kind, name):
     grammar = grammar_of("forced", TOKENIZERS[kind], FORMATS[name], BOX)
     for calls in (ONE, ALL, TWO):
         if name in ("lfm2", "tool_code", "llama", "python_list") and calls is not ALL:
             calls = [("get_weather", {"city": "x"}), *calls[1:]]
-        text = written(name, writer, calls)
+        text = written(name, calls)
         assert allowed(kind, grammar, text), (text, grammar)
         assert not allowed(kind, grammar, text + " and more")
         assert not allowed(kind, grammar, text[:-4])
-    for text in ("", "Hello", written(name, writer, [("other", {})])):
+    for text in ("", "Hello", written(name, [("other", {})])):
         assert not allowed(kind, grammar, text)
 
 
 @every_format
-def test_what_the_schema_forbids_is_not_allowed(name, writer):
+def test_what_the_schema_forbids_is_not_allowed(name):
     grammar = grammar_of("forced", TOKENIZERS["text"], FORMATS[name], BOX)
     for arguments in ({"city": "x", "days": "many"}, {"days": 3}, {"city": "x", "units": "K"}):
-        text = written(name, writer, [("get_weather", arguments)])
+        text = written(name, [("get_weather", arguments)])
         assert not allowed("text", grammar, text), text
 
 
 @pytest.mark.alike
 @every_format
-def test_one_tool_and_one_call(name, writer):
+def test_one_tool_and_one_call(name):
     tokenizer, known = TOKENIZERS["special"], FORMATS[name]
     named = grammar_of("forced", tokenizer, known, BOX, only="now")
-    assert allowed("special", named, written(name, writer, [("now", {})]))
-    assert not allowed("special", named, written(name, writer, ALL))
+    assert allowed("special", named, written(name, [("now", {})]))
+    assert not allowed("special", named, written(name, ALL))
     single = grammar_of("forced", tokenizer, known, BOX, parallel=False)
-    assert allowed("special", single, written(name, writer, ALL))
-    assert not allowed("special", single, written(name, writer, [*ALL, *ALL]))
+    assert allowed("special", single, written(name, ALL))
+    assert not allowed("special", single, written(name, [*ALL, *ALL]))
 
 
 @every_format
-def test_forced_calls_come_to_an_end(name, writer):
+def test_forced_calls_come_to_an_end(name):
     """A model that repeats itself may do so MAX_CALLS times, and then it is at its end."""
     grammar = grammar_of("forced", TOKENIZERS["special"], FORMATS[name], BOX)
     for count, fits in ((MAX_CALLS, True), (MAX_CALLS + 1, False)):
-        text = written(name, writer, ALL * count)
+        text = written(name, ALL * count)
         assert allowed("special", grammar, text) is fits
 
 
@@ -173,10 +173,10 @@ def test_json_is_written_in_one_way():
     assert not allowed("text", grammar, spaced)
 
 
-@pytest.mark.parametrize(("name", "writer"), MARKED, ids=[n for n, _ in MARKED])
-def test_strict_tools_leave_text_free_and_calls_not(name, writer):
+@pytest.mark.parametrize("name", MARKED)
+def test_strict_tools_leave_text_free_and_calls_not(name):
     grammar = grammar_of("offered", TOKENIZERS["special"], FORMATS[name], BOX, reasoning=THINK)
-    call = written(name, writer, ALL)
+    call = written(name, ALL)
     for text in (
         "Hello {[<",
         call,
@@ -185,8 +185,8 @@ def test_strict_tools_leave_text_free_and_calls_not(name, writer):
         f"<think>hm</think>{call}",
     ):
         assert allowed("special", grammar, text), text
-    wrong = written(name, writer, [("get_weather", {"city": "x", "days": "many"})])
-    for text in (wrong, f"I look. {wrong}", written(name, writer, [("other", {})])):
+    wrong = written(name, [("get_weather", {"city": "x", "days": "many"})])
+    for text in (wrong, f"I look. {wrong}", written(name, [("other", {})])):
         assert not allowed("special", grammar, text), text
 
 
@@ -216,6 +216,6 @@ def test_many_parameters_make_no_huge_grammar():
     for name in ("qwen_xml", "python_list"):
         grammar = grammar_of("forced", TOKENIZERS["text"], FORMATS[name], tools)
         assert len(grammar) < 300_000
-        text = written(name, dict(SAMPLES)[name], [("f", {"p7": True, "p200": False})])
+        text = written(name, [("f", {"p7": True, "p200": False})])
         text = text.replace("True", "true").replace("False", "false")
         assert allowed("text", grammar, text)

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from test_tools_grammar import SAMPLES, TOKENIZERS, allowed, every_format, written
+from test_tools_grammar import TOKENIZERS, allowed, every_format, written
 from tool_samples import FORMATS, grammar_of
 
 from mlxinfer.errors import InvalidRequestError
@@ -16,15 +16,12 @@ from mlxinfer.text.tools import Toolbox, ToolParser
 from mlxinfer.text.tools.cores import ParameterCore, PythonCore
 from mlxinfer.text.tools.schema import flatten, resolve
 
-WRITER_OF = dict(SAMPLES)
 # A schema reaches a format through its core: some formats of each core.
 CORES = [
     "hermes", "llama", "mistral_named", "deepseek", "python_list", "lfm2", "qwen_xml", "glm",
     "minimax", "kimi_k3", "gemma4", "functiongemma", "harmony",
 ]  # fmt: skip
-every_core = pytest.mark.parametrize(
-    ("name", "writer"), [pytest.param(name, WRITER_OF[name], id=name) for name in CORES]
-)
+every_core = pytest.mark.parametrize("name", CORES)
 OWN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 WHOLE = {
     "a reference": {"$ref": "#/$defs/P", "$defs": {"P": OWN}},
@@ -50,26 +47,32 @@ def forced(name, parameters, function="f"):
     return grammar_of("forced", TOKENIZERS["text"], FORMATS[name], box(parameters, function))
 
 
-def text_of(name, writer, arguments, function="f"):
-    return written(name, writer, [(function, arguments)])
+def text_of(name, arguments, function="f"):
+    return written(name, [(function, arguments)])
+
+
+def check(name, schema, *, right=(), wrong=()):
+    """A forced call may have the arguments that are right for a schema, and no wrong ones."""
+    grammar = forced(name, schema)
+    for arguments in right:
+        assert allowed("text", grammar, text_of(name, arguments)), (schema, arguments)
+    for arguments in wrong:
+        assert not allowed("text", grammar, text_of(name, arguments)), (schema, arguments)
 
 
 @pytest.mark.alike
 @every_core
-def test_a_forced_call_keeps_to_the_whole_schema(name, writer):
+def test_a_forced_call_keeps_to_the_whole_schema(name):
     for title, schema in WHOLE.items():
-        grammar = forced(name, schema)
-        assert allowed("text", grammar, text_of(name, writer, {"a": 5})), title
-        assert not allowed("text", grammar, text_of(name, writer, {})), title
-        assert not allowed("text", grammar, text_of(name, writer, {"a": "x"})), title
+        check(name, schema, right=[{"a": 5}], wrong=[{}, {"a": "x"}])
         (tool,) = box(schema)
         assert tool.types_of("a") == {"integer"}, title
 
 
 one_by_one = pytest.mark.parametrize(
-    ("name", "writer"),
+    "name",
     [
-        pytest.param(name, WRITER_OF[name], id=name)
+        name
         for name in CORES
         if isinstance(getattr(FORMATS[name], "core", None), (ParameterCore, PythonCore))
         or name in ("gemma4", "functiongemma")
@@ -86,7 +89,7 @@ EITHER = {
 @pytest.mark.parametrize(
     ("keyword", "options"), [*zip(("anyOf", "oneOf"), EITHER.values(), strict=True)], ids=EITHER
 )
-def test_a_forced_call_keeps_to_one_of_the_alternatives(name, writer, keyword, options):
+def test_a_forced_call_keeps_to_one_of_the_alternatives(name, keyword, options):
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}},
@@ -96,38 +99,28 @@ def test_a_forced_call_keeps_to_one_of_the_alternatives(name, writer, keyword, o
             "B": {"properties": B, "required": ["b"]},
         },
     }
-    grammar = forced(name, schema)
-    for arguments in ({"a": 5}, {"b": 7}, {"b": 7, "n": 1}):
-        ordered = sorted(arguments.items(), key=lambda pair: pair[0] == "n")
-        assert allowed("text", grammar, text_of(name, writer, dict(ordered)))
-    assert not allowed("text", grammar, text_of(name, writer, {}))
-    assert not allowed("text", grammar, text_of(name, writer, {"n": 1}))
-    assert not allowed("text", grammar, text_of(name, writer, {"a": "x"}))
+    right = [{"a": 5}, {"b": 7}, {"b": 7, "n": 1}]
+    check(name, schema, right=right, wrong=[{}, {"n": 1}, {"a": "x"}])
 
 
 @one_by_one
-def test_alternatives_may_differ_in_what_they_require_or_in_one_type(name, writer):
+def test_alternatives_may_differ_in_what_they_require_or_in_one_type(name):
     schema = {
         "type": "object",
         "properties": {**A, **B},
         "anyOf": [{"required": ["a"]}, {"required": ["b"]}, {"type": "null"}],
     }
-    grammar = forced(name, schema)
-    for arguments in ({"a": 5}, {"b": 7}, {"a": 5, "b": 7}):
-        assert allowed("text", grammar, text_of(name, writer, arguments))
-    assert not allowed("text", grammar, text_of(name, writer, {}))
+    check(name, schema, right=[{"a": 5}, {"b": 7}, {"a": 5, "b": 7}], wrong=[{}])
     kinds = [
         {"properties": {"k": {"const": kind}, "v": {"type": value}}, "required": ["k", "v"]}
         for kind, value in (("one", "integer"), ("many", "array"))
     ]
-    grammar = forced(name, {"type": "object", "anyOf": kinds})
-    assert allowed("text", grammar, text_of(name, writer, {"k": "one", "v": 5}))
-    assert allowed("text", grammar, text_of(name, writer, {"k": "many", "v": [5]}))
-    assert not allowed("text", grammar, text_of(name, writer, {"k": "many", "v": 5}))
+    right = [{"k": "one", "v": 5}, {"k": "many", "v": [5]}]
+    check(name, {"type": "object", "anyOf": kinds}, right=right, wrong=[{"k": "many", "v": 5}])
 
 
 @one_by_one
-def test_alternatives_that_the_schema_refers_to_stay_allowed_inside(name, writer):
+def test_alternatives_that_the_schema_refers_to_stay_allowed_inside(name):
     """One alternative is not the whole document that `#` refers to."""
     schema = {
         "type": "object",
@@ -136,43 +129,36 @@ def test_alternatives_that_the_schema_refers_to_stay_allowed_inside(name, writer
             {"properties": {**A}, "required": ["a"]},
         ],
     }
-    arguments = {"list": [{"a": 5}]}
-    assert allowed("text", forced(name, schema), text_of(name, writer, arguments))
+    check(name, schema, right=[{"list": [{"a": 5}]}])
 
 
 @every_core
-def test_a_parameter_may_refer_to_anything_in_the_tool(name, writer):
+def test_a_parameter_may_refer_to_anything_in_the_tool(name):
     count = {"type": "integer", "minimum": 1, "maximum": 9}
     schema = {
         "type": "object",
         "properties": {"a": count, "b": {"$ref": "#/properties/a"}},
         "required": ["b"],
     }
-    grammar = forced(name, schema)
-    assert allowed("text", grammar, text_of(name, writer, {"b": 5}))
-    assert not allowed("text", grammar, text_of(name, writer, {"b": 50}))
+    check(name, schema, right=[{"b": 5}], wrong=[{"b": 50}])
 
 
 @every_core
 @pytest.mark.parametrize(
     "schema", [{"$ref": "#/$defs/C"}, {"allOf": [{"$ref": "#/$defs/C"}], "default": "red"}]
 )
-def test_what_is_listed_elsewhere_is_kept_to(name, writer, schema):
+def test_what_is_listed_elsewhere_is_kept_to(name, schema):
     """As libraries write an enumeration."""
     kinds = {"C": {"enum": ["red", "blue"], "type": "string"}}
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": kinds}
-    grammar = forced(name, parameters)
-    assert allowed("text", grammar, text_of(name, writer, {"a": "blue"}))
-    assert not allowed("text", grammar, text_of(name, writer, {"a": "green"}))
+    check(name, parameters, right=[{"a": "blue"}], wrong=[{"a": "green"}])
 
 
 @pytest.mark.parametrize("name", ["qwen_xml", "lfm2", "hermes", "glm"])
 def test_a_tool_may_refer_to_itself(name):
     kids = {"type": "array", "items": {"$ref": "#"}}
-    grammar = forced(name, {"type": "object", "properties": {"kids": kids}})
-    writer = WRITER_OF[name]
-    assert allowed("text", grammar, text_of(name, writer, {"kids": [{"kids": []}]}))
-    assert not allowed("text", grammar, text_of(name, writer, {"kids": [[]]}))
+    schema = {"type": "object", "properties": {"kids": kids}}
+    check(name, schema, right=[{"kids": [{"kids": []}]}], wrong=[{"kids": [[]]}])
 
 
 @pytest.mark.parametrize("name", ["gemma4", "functiongemma"])
@@ -189,9 +175,7 @@ def test_a_tool_may_refer_to_itself(name):
 )
 def test_gemma_keeps_to_types_and_bounds(name, schema, right, wrong):
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    grammar, writer = forced(name, parameters), WRITER_OF[name]
-    assert allowed("text", grammar, text_of(name, writer, {"a": right}))
-    assert not allowed("text", grammar, text_of(name, writer, {"a": wrong}))
+    check(name, parameters, right=[{"a": right}], wrong=[{"a": wrong}])
 
 
 @pytest.mark.alike
@@ -199,10 +183,10 @@ def test_gemma_keeps_to_types_and_bounds(name, schema, right, wrong):
 @pytest.mark.parametrize(
     ("function", "key"), [("ns/tool", "user-id"), ("mcp:search", "x.y"), ("a.b-c", "$a@b:c")]
 )
-def test_what_is_forced_is_read_as_a_call(name, writer, function, key):
+def test_what_is_forced_is_read_as_a_call(name, function, key):
     """Whatever tools and parameters are called."""
     schema = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
-    text = text_of(name, writer, {key: "v"}, function)
+    text = text_of(name, {key: "v"}, function)
     if name in ("gemma4", "functiongemma") and not key.isidentifier():
         quote = FORMATS[name].ends[1]
         text = text.replace(f"{{{key}:", f"{{{quote}{key}{quote}:")
@@ -244,8 +228,7 @@ def test_references_in_a_schema_are_resolved():
 def test_an_undeclared_required_parameter_can_be_forced():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "b"]}
     for name in ("hermes", "qwen_xml"):
-        text = text_of(name, WRITER_OF[name], {"a": 1, "b": "x"})
-        assert allowed("text", forced(name, schema), text)
+        check(name, schema, right=[{"a": 1, "b": "x"}])
 
 
 def test_long_lists_of_alternatives_are_read_in_linear_time():

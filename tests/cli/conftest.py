@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "hub"))
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("hub", "metal_kernels")]
 
 from fake_llm import FakeLLM
 from standin_fixtures import cache, standin

@@ -1,16 +1,12 @@
 """`mlxinfer doctor --kernels`: on a GPU, and where there is none."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "metal_kernels"))
-
 import fake_gpu
+import pytest
 
 from mlxinfer.cli import _kernels
 from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
@@ -22,30 +18,24 @@ from mlxinfer.metal_kernels.selfcheck import KINDS, Gpu, Verdict, Verdicts, key_
 TIMED_HEADER = ["VARIANT", "VERDICT", "ERROR", "ALLOWED", "SPEED"]
 
 
-@pytest.fixture
-def bitmask_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small kernel with two variants."""
-    kind = KINDS["bitmask"]
-    small = replace(kind, samples=kind.samples[:2])
-    monkeypatch.setattr(_kernels, "KINDS", {"bitmask": small})
-    monkeypatch.setattr(_kernels, "SHAPES", ())
-
-
-def use(
+def use_gpu(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     fault: fake_gpu.Fault | None = None,
     kernel_s: float = 1e-5,
 ) -> None:
+    """Have a GPU without verdicts of earlier runs, and one small kernel with two variants."""
+    kind = KINDS["bitmask"]
+    monkeypatch.setattr(_kernels, "KINDS", {"bitmask": replace(kind, samples=kind.samples[:2])})
+    monkeypatch.setattr(_kernels, "SHAPES", ())
     monkeypatch.setattr(_kernels, "this_gpu", lambda: fake_gpu.gpu(fault, kernel_s=kernel_s)[0])
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
-@pytest.mark.usefixtures("bitmask_only")
 def test_on_a_gpu_kernels_are_timed_and_the_report_is_kept(
     outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    use(monkeypatch, tmp_path)
+    use_gpu(monkeypatch, tmp_path)
     seen = outcome("doctor", "--kernels")
     assert seen.code == 0
     lines = seen.out.splitlines()
@@ -57,21 +47,18 @@ def test_on_a_gpu_kernels_are_timed_and_the_report_is_kept(
     assert all(row["speed"] == pytest.approx(2) for row in kept["kernels"])
     for row in kept["kernels"]:
         assert set(row["times_us"]) == set(row["errors"]) == {"1 x 0", "8 x 0"}
-        assert (row["used"], row["instead"]) == (
-            {"1": "kernel", "8": "kernel"},
-            {"1": "MLX", "8": "MLX"},
-        )
+        assert row["used"] == {"1": "kernel", "8": "kernel"}
+        assert row["instead"] == {"1": "MLX", "8": "MLX"}
     assert (
         "bitmask dtype=float32: 1 x 0: kernel 10 us, MLX 20 us; 8 x 0: kernel 10 us, MLX 20 us"
         in lines
     )
 
 
-@pytest.mark.usefixtures("bitmask_only")
 def test_a_kernel_slower_than_mlx_is_said_to_be_unused(
     outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    use(monkeypatch, tmp_path, kernel_s=2e-5)
+    use_gpu(monkeypatch, tmp_path, kernel_s=2e-5)
     store = Verdicts(tmp_path / "mlxinfer" / "kernels", fake_gpu.CHIP)
     text = key_of(fake_gpu.BITMASK).partition("#")[2]
     with store.exclusively():
@@ -83,15 +70,11 @@ def test_a_kernel_slower_than_mlx_is_said_to_be_unused(
     seen = outcome("doctor", "--kernels")
     assert seen.code == 0
     rows = seen.out.splitlines()[2:5]
-    assert [row.split()[1] for row in rows] == [
-        "dtype=float32",
-        "dtype=bfloat16",
-        "dtype=of-a-model",
-    ]
+    dtypes = [row.split()[1].removeprefix("dtype=") for row in rows]
+    assert dtypes == ["float32", "bfloat16", "of-a-model"]
     assert [row.endswith("1, not used") for row in rows] == [True, True, False]
 
 
-@pytest.mark.usefixtures("bitmask_only")
 @pytest.mark.parametrize(
     ("fault", "said"),
     [(fake_gpu.lies, "wrong"), (fake_gpu.does_not_compile, "Unable to build metal library")],
@@ -99,7 +82,7 @@ def test_a_kernel_slower_than_mlx_is_said_to_be_unused(
 def test_exit_code_1_where_a_kernel_is_at_fault(
     fault: fake_gpu.Fault, said: str, outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    use(monkeypatch, tmp_path, fault)
+    use_gpu(monkeypatch, tmp_path, fault)
     seen = outcome("doctor", "--kernels")
     assert seen.code == 1
     assert said in seen.out
@@ -143,17 +126,6 @@ def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPat
     assert kernels().name == "kernels"
 
 
-class Refusing:
-    """MLX's answer to a threadgroup that is too large."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __call__(self, **call: Any) -> Any:
-        assert call["threadgroup"] == call["grid"] == (1025, 1, 1)
-        raise ValueError(self.message)
-
-
 @pytest.mark.parametrize(
     ("message", "limits"),
     [
@@ -172,14 +144,14 @@ def test_how_many_threads_a_compiler_leaves_room_for(
 
     Launches that are kept for other tests have MLX's function.
     """
-    plain, asked = launch.compiled, 0
+    plain, asked = launch.compiled, []
+
+    def refuse(**call: Any) -> None:
+        asked.append(call)
+        raise ValueError(message)
 
     def compiled(kernel: Any, template: Any, num_threads: int) -> Any:
-        nonlocal asked
-        if num_threads:
-            return plain(kernel, template, num_threads)
-        asked += 1
-        return Refusing(message)
+        return plain(kernel, template, num_threads) if num_threads else refuse
 
     monkeypatch.setattr(launch, "compiled", compiled)
     of_pairs = {f"{name}, {PAIRS}": limit for name, limit in limits.items()}
@@ -187,6 +159,7 @@ def test_how_many_threads_a_compiler_leaves_room_for(
     assert KINDS["paged_attention"].accumulators(variant) == 16
     assert thread_limits(variant) == limits | of_pairs
     assert asked
+    assert all(call["threadgroup"] == call["grid"] == (1025, 1, 1) for call in asked)
 
 
 def test_a_twice_as_large_sample_has_twice_the_sums() -> None:

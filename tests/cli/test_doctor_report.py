@@ -2,16 +2,13 @@
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "metal_kernels"))
-
 import fake_gpu
+import pytest
+from test_doctor_kernels import use_gpu
 
 from mlxinfer import LLM
 from mlxinfer.cli import _kernels, _report
@@ -29,7 +26,6 @@ from mlxinfer.cli._report import (
 from mlxinfer.engine.kernels import KERNELS_VARIABLE, choose_none, choose_on_this_machine
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.memory.roofline import machine
-from mlxinfer.metal_kernels.selfcheck import KINDS
 from mlxinfer.session.options import PAGES_VARIABLE
 
 
@@ -40,16 +36,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Extent:
     extent = Extent((model,), tokens=3, steps=4, long=40, soak_s=0.2, speed_s=60)
     monkeypatch.setattr(_report, "extent_here", lambda: extent)
     return extent
-
-
-def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Two variants of a kernel that the compiler refuses."""
-    kind = KINDS["bitmask"]
-    monkeypatch.setattr(_kernels, "KINDS", {"bitmask": replace(kind, samples=kind.samples[:2])})
-    monkeypatch.setattr(_kernels, "SHAPES", ())
-    gpu = fake_gpu.gpu(fake_gpu.does_not_compile)[0]
-    monkeypatch.setattr(_kernels, "this_gpu", lambda: gpu)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.mark.ci
@@ -73,12 +59,8 @@ def test_every_part_has_its_data_and_its_table(
     assert data["tokens, long"]["prompts"] == [40, 40]
     assert set(data["tokens, long"]["seconds"]) == {"kernels", "kernels, pages of 32", "plain MLX"}
     cells = data["speed"]["cells"]
-    assert [(cell["context"], cell["batch"]) for cell in cells] == [
-        (16, 1),
-        (40, 1),
-        (16, 8),
-        (40, 8),
-    ]
+    sizes = [(16, 1), (40, 1), (16, 8), (40, 8)]
+    assert [(cell["context"], cell["batch"]) for cell in cells] == sizes
     assert all(cell["counters"]["steps"] >= 3 for cell in cells)
     assert all(cell["generation_tokens_per_s"] > 0 for cell in cells)
     assert data["soak"]["samples"][-1]["peak_bytes"] > 0
@@ -95,7 +77,7 @@ def test_a_part_that_fails_is_an_entry_and_the_others_go_on(
     outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     small(monkeypatch)
-    on_fake_gpu(monkeypatch, tmp_path / "cache")
+    use_gpu(monkeypatch, tmp_path / "cache", fake_gpu.does_not_compile)
 
     def broken(steps: int) -> dict[str, Any]:
         raise RuntimeError("[metal] the GPU <hangs>")
@@ -195,10 +177,8 @@ def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_have_as_many_tokens_as_the_environment_says() -> None:
     with _report.variable(PAGES_VARIABLE, "32"), LLM("demo") as llm:
         assert llm.stats()["page_size"] == 32
-    with (
-        _report.variable(PAGES_VARIABLE, "24"),
-        pytest.raises(InvalidRequestError, match="16 or 32"),
-    ):
+    refused = pytest.raises(InvalidRequestError, match="16 or 32")
+    with _report.variable(PAGES_VARIABLE, "24"), refused:
         LLM("demo")
     assert PAGES_VARIABLE not in os.environ
 

@@ -265,7 +265,11 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes
         return f"a very large {type(value).__name__}"
-    return text if len(text) <= 80 else text[:79] + "…"
+    return clipped(text, 80)
+
+
+def clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def wrong_value(

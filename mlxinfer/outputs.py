@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .core import FinishReason, SamplingParams, TokenLogprobs
-from .errors import wrong_value
+from .errors import clipped, wrong_value
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,7 +209,7 @@ class Result:
         rate = self.timing.tokens_per_s
         speed = "" if rate is None else f", {rate:.1f} tok/s"
         return (
-            f"Result({_clip(self.text)!r}, {self.finish_reason}, "
+            f"Result({clipped(self.text, CLIP_CHARS)!r}, {self.finish_reason}, "
             f"{len(self.token_ids)} tokens{speed})"
         )
 
@@ -343,10 +343,6 @@ class Usage:
 
 def _rounded(rate: float | None) -> str:
     return "" if rate is None else f"{rate:.1f}"
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= CLIP_CHARS else text[: CLIP_CHARS - 1] + "…"
 
 
 def _plain(value: Any) -> Any:

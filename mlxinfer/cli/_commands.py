@@ -78,7 +78,10 @@ class CommandTable(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
+SHOWN = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+
+@click.group(cls=CommandTable, context_settings=SHOWN)
 @click.version_option(__version__, prog_name="mlxinfer")
 def cli() -> None:
     """LLM inference for Apple silicon.

@@ -101,7 +101,6 @@ model_option = click.option(
     "-m",
     "--model",
     default="demo",
-    show_default=True,
     metavar="MODEL",
     shell_complete=complete_models,
     help="Bundled model, folder, or org/name of the Hugging Face hub.",
@@ -124,7 +123,6 @@ models_option = click.option(
     cls=ModelsOption,
     multiple=True,
     default=("demo",),
-    show_default=True,
     metavar="MODEL",
     help="Bundled model, folder, or org/name; repeatable. NAME=MODEL serves it as NAME.",
 )

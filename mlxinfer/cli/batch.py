@@ -62,7 +62,6 @@ _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--tool-format",
     default="auto",
-    show_default=True,
     metavar="NAME",
     help="How the models write tool calls, where their chat templates do not show it.",
 )

@@ -50,19 +50,15 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 
 def number(flag: str, default: int | None, help: str, *, least: int = 1) -> Option:
     kind = click.IntRange(min=least)
-    return click.option(
-        flag, type=kind, default=default, show_default=default is not None, help=help
-    )
+    return click.option(flag, type=kind, default=default, help=help)
 
 
 def counts(flag: str, default: str | None, help: str) -> Option:
-    return click.option(
-        flag, type=Counts(), default=default, show_default=default is not None, help=help
-    )
+    return click.option(flag, type=Counts(), default=default, help=help)
 
 
 def lengths(flag: str, default: str, help: str) -> Option:
-    return click.option(flag, type=Lengths(), default=default, show_default=True, help=help)
+    return click.option(flag, type=Lengths(), default=default, help=help)
 
 
 markdown_option = click.option(
@@ -130,9 +126,7 @@ def command(
 
 
 @command.command()
-@click.option(
-    "--url", default="http://127.0.0.1:8080/v1", show_default=True, help="Address of the server."
-)
+@click.option("--url", default="http://127.0.0.1:8080/v1", help="Address of the server.")
 @click.option(
     "-m", "--model", help="Name of the model at the server.  [default: the first that it lists]"
 )
@@ -150,19 +144,14 @@ def command(
 @lengths("--answer-tokens", "128", "Longest answer; lengths are drawn evenly from a range.")
 @click.option("--ignore-eos", is_flag=True, help="Ask for answers of full length.")
 @click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Temperature of all requests.",
+    "--temperature", type=click.FloatRange(min=0), default=0.0, help="Temperature of all requests."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths and times.")
+@click.option("--seed", type=int, default=0, help="Seed of lengths and times.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0, min_open=True),
     default=600.0,
-    show_default=True,
     help="Seconds of silence until a request counts as failed.",
 )
 @markdown_option

@@ -57,10 +57,7 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
 @think_option
 @effort_option
 @click.option(
-    "--show-thinking/--hide-thinking",
-    default=True,
-    show_default=True,
-    help="Show the model's thoughts, dim.",
+    "--show-thinking/--hide-thinking", default=True, help="Show the model's thoughts, dim."
 )
 @click.option(
     "-c",
@@ -72,10 +69,7 @@ LIMIT = f"Error: not called, since {MAX_ROUNDS} rounds of calls answer one quest
     help="Go on with the last conversation, or the one whose id begins with ID.",
 )
 @click.option(
-    "--history/--no-history",
-    default=True,
-    show_default=True,
-    help="Keep a conversation of a terminal on this disk.",
+    "--history/--no-history", default=True, help="Keep a conversation of a terminal on this disk."
 )
 @click.option(
     "--tools",

@@ -60,7 +60,7 @@ OPTIONS = (
     click.option("--max-memory", type=Size(), metavar="SIZE",
                  help="Memory that the conversion may take, such as 2GB.  [default: as much as is "
                  "useful]"),
-    click.option("--shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE",
+    click.option("--shard-size", type=Size(), default="5GB", metavar="SIZE",
                  help="Largest size of one file of weights."),
     click.option("--split-experts", is_flag=True,
                  help="Store the parts of each expert side by side, for --expert-memory."),

@@ -191,7 +191,6 @@ WIDE = 130  # columns of a terminal that has room for the whole table
     "--context",
     type=click.IntRange(min=1),
     default=8192,
-    show_default=True,
     help="Tokens of one conversation that must fit.",
 )
 @json_option
@@ -247,6 +246,7 @@ _dir_option = click.option(
     "folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=default_disk_folder,
+    show_default=False,
     help="Folder of the cache.  [default: ~/.cache/mlxinfer/kv]",
 )
 

@@ -44,13 +44,7 @@ def command() -> None:
 
 
 @command.command(name="list")
-@click.option(
-    "--limit",
-    default=20,
-    show_default=True,
-    type=click.IntRange(1),
-    help="How many to list, at most.",
-)
+@click.option("--limit", default=20, type=click.IntRange(1), help="How many to list, at most.")
 @json_option
 def list_command(limit: int, as_json: bool) -> None:
     """List conversations, the last changed first."""

@@ -77,12 +77,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 @click.option(
     "-c", "--continue", "continued", flag_value="last", help="Go on with the last conversation."
 )
-@click.option(
-    "--history/--no-history",
-    default=True,
-    show_default=True,
-    help="Keep the last answer, for --continue.",
-)
+@click.option("--history/--no-history", default=True, help="Keep the last answer, for --continue.")
 @click.option(
     "--raw",
     is_flag=True,

@@ -151,7 +151,6 @@ def load(name: str, url: str | None, as_json: bool) -> None:
     "--drain",
     "drain_s",
     default=0.0,
-    show_default=True,
     type=click.FloatRange(0, 3600),
     help="Seconds to wait for running requests. If some still run, the model stays.",
 )

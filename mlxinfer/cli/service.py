@@ -83,9 +83,7 @@ def parse_status(text: str) -> dict[str, str]:
     return fields
 
 
-_kind_option = click.option(
-    "--daemon/--agent", help="Service of the machine, or of this user.  [default: agent]"
-)
+_kind_option = click.option("--daemon/--agent", help="Service of the machine, or of this user.")
 
 
 @click.group()

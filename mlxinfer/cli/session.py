@@ -14,9 +14,7 @@ from .running import ask, url_option
 
 SILENCE_S = 600.0  # while gigabytes are read and checked
 PATH = "/v1/sessions"
-slot_option = click.option(
-    "--slot", default=0, show_default=True, help="Number that requests gave as id_slot."
-)
+slot_option = click.option("--slot", default=0, help="Number that requests gave as id_slot.")
 model_option = click.option("-m", "--model", metavar="MODEL", help="Model of the server.")
 
 

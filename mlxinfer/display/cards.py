@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from ..core import SamplingParams
+from ..errors import clipped
 from ..memory import human_bytes
 from .markdown import html_of
 
@@ -80,7 +81,7 @@ def answers_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text_cell(text: str) -> str:
-    return f"<div style='{PLAIN}'>{escape(clipped(text.strip()))}</div>"
+    return f"<div style='{PLAIN}'>{escape(clipped(text.strip(), SHOWN_CHARS))}</div>"
 
 
 def model_card(info: Any, chat_params: SamplingParams | None, *, closed: bool) -> str:
@@ -169,7 +170,3 @@ def shown_value(value: object, name: str = "") -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value is None else str(value)
-
-
-def clipped(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"

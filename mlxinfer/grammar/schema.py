@@ -17,7 +17,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
 
-from ..errors import InvalidRequestError, shown
+from ..errors import InvalidRequestError, clipped, shown
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100  # levels of JSON
@@ -86,8 +86,7 @@ def _check_size(schema: Any, place: str) -> None:
 
 def at(place: str, pointer: str, problem: str) -> InvalidRequestError:
     """Return the error of a schema, at a JSON pointer (RFC 6901) within it."""
-    shown = pointer if len(pointer) <= MAX_POINTER else pointer[:MAX_POINTER] + "…"
-    where = f" at {shown}" if pointer else ""
+    where = f" at {clipped(pointer, MAX_POINTER)}" if pointer else ""
     return InvalidRequestError(f"{place}{where}: {problem}", param=place)
 
 

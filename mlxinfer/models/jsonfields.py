@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, UnsupportedModelError, clipped
 
 MAX_JSON_BYTES = 64 << 20
 MAX_ITEMS = 10_000  # of a list
@@ -201,6 +201,5 @@ class Fields:
 
     def _fail(self, keys: tuple[str, ...], value: Any, expected: str) -> NoReturn:
         key = next(key for key in keys if self.values.get(key) is not None)
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:60] + "…"
-        raise CheckpointError(f"{key} in {self.where} is {shown}; expected {expected}.")
+        given = clipped(repr(value), 60)
+        raise CheckpointError(f"{key} in {self.where} is {given}; expected {expected}.")

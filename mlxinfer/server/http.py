@@ -22,6 +22,7 @@ from ..errors import (
     OverloadedError,
     StorageFullError,
     UnsupportedFieldError,
+    clipped,
 )
 from .config import ServerConfig
 from .errors import HttpError
@@ -378,8 +379,7 @@ def error_reply(shown: MlxinferError, form: ErrorForm) -> Body:
 
 
 def clipped_message(error: MlxinferError) -> str:
-    message = str(error)
-    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+    return clipped(str(error), MAX_MESSAGE_CHARS)
 
 
 def openai_error(error: MlxinferError) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from ...errors import CheckpointError, UnsupportedModelError
+from ...errors import CheckpointError, UnsupportedModelError, clipped
 from .spelling import respelled
 
 COPY = "mlxinfer_private_mlx_lm"  # the name of the copy's package
@@ -195,8 +195,7 @@ def _is_mlx_lm(name: str) -> bool:
 
 def one_line(text: str, limit: int = 200) -> str:
     """The beginning of a message of foreign code."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[:limit] + "…"
+    return clipped(" ".join(text.split()), limit)
 
 
 class Definition:

@@ -48,7 +48,6 @@ _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--errors",
     "errors_path",
     type=_FILE,
-    metavar="FILE",
     help="File for requests that failed.  [default: OUT.errors.jsonl]",
 )
 @models_option
@@ -56,7 +55,6 @@ _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--max-memory",
     type=Size(),
-    metavar="SIZE",
     help=f"Weights and KV caches of all loaded models.  [default: {MODELS_SHARE} of the machine's]",
 )
 @click.option(

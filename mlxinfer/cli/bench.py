@@ -80,7 +80,6 @@ markdown_option = click.option(
 @click.option(
     "--compare",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
     help="Compare with a report that --json wrote.",
 )
 @engine_options(  # what was computed before would not be measured

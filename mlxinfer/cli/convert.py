@@ -44,7 +44,7 @@ OPTIONS = (
     click.option("--target-bpw", type=click.FloatRange(1, 32, min_open=True), metavar="X",
                  help="Bits per weight, at most. Each tensor gets the format that loses least by "
                  "measurement."),
-    click.option("--target-size", type=Size(), metavar="SIZE",
+    click.option("--target-size", type=Size(),
                  help="Size of the result, at most, such as 4GB; works as --target-bpw does."),
     click.option("--calibration", metavar="FILE",
                  help="Text that shows which weights matter most; 'none' treats all alike.  "
@@ -57,10 +57,10 @@ OPTIONS = (
                  help="Folder with the tokenizer to use instead of the source's."),
     click.option("--mmproj", type=click.Path(path_type=Path), metavar="FILE",
                  help="File of what sees pictures for a GGUF file.  [default: that beside it]"),
-    click.option("--max-memory", type=Size(), metavar="SIZE",
+    click.option("--max-memory", type=Size(),
                  help="Memory that the conversion may take, such as 2GB.  [default: as much as is "
                  "useful]"),
-    click.option("--shard-size", type=Size(), default="5GB", metavar="SIZE",
+    click.option("--shard-size", type=Size(), default="5GB",
                  help="Largest size of one file of weights."),
     click.option("--split-experts", is_flag=True,
                  help="Store the parts of each expert side by side, for --expert-memory."),

@@ -182,10 +182,7 @@ WIDE = 130  # columns of a terminal that has room for the whole table
 @click.command()
 @click.option("--for", "task", type=click.Choice(TASKS), help="What the model should be good at.")
 @click.option(
-    "--memory",
-    type=Size(),
-    metavar="SIZE",
-    help="Memory of the machine, such as 32GB.  [default: this machine's]",
+    "--memory", type=Size(), help="Memory of the machine, such as 32GB.  [default: this machine's]"
 )
 @click.option(
     "--context",

@@ -122,7 +122,7 @@ OPTIONS = (
     click.option("--log-level", default="info",
                  type=click.Choice(["debug", "info", "warning", "error"]),
                  help="Messages below this level are not logged."),
-    click.option("--max-memory", type=Size(), metavar="SIZE",
+    click.option("--max-memory", type=Size(),
                  help="Memory for weights and KV caches of all loaded models.  [default: 0.7 of "
                  "the machine's]"),
     click.option("--ttl", metavar="TIME",
@@ -134,7 +134,7 @@ OPTIONS = (
                  help="Clients of Ollama's API may download models from the hub."),
     file_option("--store/--no-store", default=True,
                 help="Keep answers of /v1/responses on this disk, for previous_response_id."),
-    file_option("--store-size", type=Size(), metavar="SIZE", default="1GB",
+    file_option("--store-size", type=Size(), default="1GB",
                 help="Disk space for these answers; the least recently used are deleted first."),
     file_option("--store-age", metavar="TIME", default="30d",
                 help="Time after which an unused answer is deleted."),

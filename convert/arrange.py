@@ -196,7 +196,7 @@ def _heads(source: SourceModel) -> dict[str, OutputTensor]:
         return {}
     names = {name: head_name(name) for name in source.tensors}
     return {
-        name: replace(_output(ours, [source.tensors[name]], name), dense=True, lossless=None)
+        name: replace(output_of(ours, [source.tensors[name]], name), dense=True, lossless=None)
         for name, ours in names.items()
         if ours is not None
     }
@@ -224,7 +224,7 @@ def _of_tower(infos: list[SourceTensor], target: str) -> OutputTensor:
     name = target.removeprefix("model.")
     if name.startswith("visual."):
         name = f"vision_tower.{name.removeprefix('visual.')}"
-    made = replace(_output(name, infos, target), seeing=True)
+    made = replace(output_of(name, infos, target), seeing=True)
     is_matrix = len(made.shape) == 2 and not name.endswith(_TABLES)
     return made if is_matrix else replace(made, dense=True, lossless=None)
 
@@ -242,7 +242,7 @@ def _arranged(
         return None
     for old, theirs in _AS_MLX.get(config.model_type, {}).items():
         name = name.replace(old, theirs)
-    made = _output(name if ahead else prefix + name, infos, target)
+    made = output_of(name if ahead else prefix + name, infos, target)
     if ahead or (made.layer is not None and made.layer >= config.num_layers):
         made = replace(made, ahead=True)
     return (
@@ -292,7 +292,7 @@ def _ahead(name: str) -> str | None:
     return match[1] + (".weight" if name.endswith(_PACKED) else "")
 
 
-def _output(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:
+def output_of(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:
     first = infos[0]
     if any((info.shape, info.dtype) != (first.shape, first.dtype) for info in infos):
         raise CheckpointError(f"The experts of {target} differ in shape or dtype.")

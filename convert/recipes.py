@@ -79,10 +79,8 @@ ROUTERS = re.compile(
 )
 _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (ROUTERS, 8),
-    (
-        re.compile(r"\.indexer\.(wq_b|wk|index_qk_proj)$"),
-        8,
-    ),  # which tokens are seen is a choice, too
+    # which tokens are seen is a choice, too
+    (re.compile(r"\.indexer\.(wq_b|wk|index_qk_proj)$"), 8),
     (re.compile(r"\.(linear_attn|mamba|mixer)\.out_proj$"), 8),
     (re.compile(r"\.(linear_attn|mamba|mixer)\.in_proj\w*$"), 6),
     (re.compile(r"\.shared_experts?\."), 5),

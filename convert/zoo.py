@@ -22,7 +22,7 @@ from ..models.weights.tensors import FLOATS, STORED
 from ..models.zoo.choice import choose, fill, kept_alone, lazy_arrays
 from ..models.zoo.definitions import Definition
 from ..models.zoo.spelling import tensors_respelled
-from .arrange import ArrangedSource, OutputTensor
+from .arrange import ArrangedSource, OutputTensor, output_of
 from .arrays import mx_dtype
 from .plan import SAFETENSORS, ConversionPlan
 from .read import SourceModel, SourceTensor
@@ -99,18 +99,8 @@ def _made_readers(
 
 def _output(info: SourceTensor, quantisable: Mapping[str, int]) -> OutputTensor:
     path = info.name.removesuffix(".weight")
-    return OutputTensor(
-        name=info.name,
-        sources=(info.name,),
-        shape=info.shape,
-        dtype=info.dtype,
-        stored=info.stored,
-        stored_bytes=info.stored_bytes,
-        lossless=info.lossless,
-        scales_dtype=info.scales_dtype,
-        dense=path not in quantisable,
-        least_bits=quantisable.get(path, 0),
-    )
+    output = output_of(info.name, [info], info.name)
+    return replace(output, dense=path not in quantisable, least_bits=quantisable.get(path, 0))
 
 
 def check_made(

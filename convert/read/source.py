@@ -100,9 +100,8 @@ class SourceTensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: (
-        str  # of its values: "bfloat16" | "float16" | "float32"; float32 where others would round
-    )
+    # of its values: "bfloat16" | "float16" | "float32"; float32 where others would round
+    dtype: str
     stored: str  # for people: "bf16", "AWQ int4 g128", "Q4_K", "fp8 128x128"
     stored_bytes: int  # with scales, zero points and the like
     lossless: MLXFormat | None = None  # of its codes; None: there are values only

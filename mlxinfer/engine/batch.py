@@ -53,9 +53,8 @@ class Sequence:
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     lease: Lease | None = None  # on what it shares with others; None: not running
     names: PageNames | None = None  # of its pages, as far as they were asked for
-    started: bool = (
-        False  # a step was launched since it got its slot, with the copies that it needed
-    )
+    # a step was launched since it got its slot, with the copies that it needed
+    started: bool = False
     num_logits: int = 0  # positions with logits given out, where they were asked for
     num_cached: int = 0  # prompt tokens that were found computed
     finished: bool = False

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,10 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         wanted = self.hits + self.misses
-        return {
-            "tokens": self.tokens,
+        return asdict(self) | {
             "hit_rate": round(self.hits / wanted, 4) if wanted else 0.0,
-            "hits": self.hits,
-            "misses": self.misses,
-            "reads": self.reads,
-            "bytes_read": self.bytes_read,
             "bytes_per_token": self.bytes_read // self.tokens if self.tokens else 0,
             "stall_s": round(self.stall_s, 6),
-            "guessed": self.guessed,
-            "guessed_right": self.guessed_right,
-            "waves": self.waves,
         }
 
 

@@ -191,7 +191,7 @@ def test_nested_files_win_and_missing_ones_leave_the_familys_numbers() -> None:
     ("file", "text", "said"),
     [
         ("preprocessor_config.json", "{", "cannot be read"),
-        ("preprocessor_config.json", "[]", "no JSON object"),
+        ("preprocessor_config.json", "[]", "expected a JSON object"),
         ("preprocessor_config.json", '{"resample": "soft"}', "resample"),
         ("preprocessor_config.json", '{"resample": 77}', "Pillow's filters"),
         ("preprocessor_config.json", '{"min_pixels": 0}', "min_pixels"),

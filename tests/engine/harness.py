@@ -15,7 +15,7 @@ from models.puzzle import puzzle
 from models.tiny import quantized, tiny_checkpoint, tiny_config, write
 from models.zoo_table import small_model
 
-from mlxinfer.config import EngineConfig, KVOptions
+from mlxinfer.config import DiskOptions, EngineConfig, KVOptions
 from mlxinfer.core import FinishReason, Grammar, Request, SamplingParams, TokenEvent, TokenLogprobs
 from mlxinfer.engine.followers import NO_FOLLOWERS, Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
@@ -90,6 +90,11 @@ def config(**changes: object) -> EngineConfig:
         "kv_budget_bytes": 1 << 26,
     }  # fmt: skip
     return EngineConfig(**{**defaults, **changes})  # type: ignore[arg-type]
+
+
+def disk_at(folder: Path, weights: str = "tiny") -> DiskOptions:
+    """What keeps the pages of these weights under a folder."""
+    return DiskOptions(folder=folder, max_bytes=1 << 26, identity=lambda timeout_s: weights)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from adapters.cases import folders
-from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
+from engine.harness import PAGE, Harness, Outcome, alone, disk_at, prompt, tiny_model
 from engine.test_faults import break_launch
 
 from mlxinfer.cache.disk import group_key
@@ -26,8 +26,8 @@ FEW = SamplingParams(max_tokens=4)
 
 def on_disk(folder: Path, case: str = "qwen3-v4", **changes: Any) -> Harness:
     """A loop that keeps its pages under `folder`."""
-    disk = DiskOptions(folder=folder, max_bytes=1 << 26, identity=lambda timeout_s: case)
-    return Harness(**{"model": tiny_model(case, quantized=True), "disk": disk, **changes})
+    model = tiny_model(case, quantized=True)
+    return Harness(**{"model": model, "disk": disk_at(folder, case), **changes})
 
 
 def answer(harness: Harness, ids: list[int], params: SamplingParams = FEW) -> Outcome:
@@ -235,9 +235,7 @@ def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
 def test_other_formats_and_models_find_nothing(tmp_path: Path) -> None:
     shared = prompt(100)
     leave(shared, tmp_path)
-    other_model = DiskOptions(
-        folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: "of other weights"
-    )
+    other_model = disk_at(tmp_path, "of other weights")
     for changes in (
         {"kv": KVOptions(bits=(8, 8))},
         {"kv": KVOptions(window=32)},

@@ -35,7 +35,7 @@ import hypothesis
 import pytest
 from adapters.cases import folders, merged
 from engine.fake_grammar import FakeGrammar
-from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, prompt
+from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, disk_at, prompt
 from engine.harness import model_of as text_model_of
 from engine.pictures import Parts, picture, placed, until, with_spans, with_tower
 from engine.proposers import WITH_STREAMS, some_proposer, takes_no_window
@@ -46,7 +46,7 @@ from hypothesis import strategies as st
 from models.picture_cases import ALL_PICTURE_CASES
 
 from mlxinfer.cache_specs import CacheSpec, KVSpec, LatentSpec
-from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.config import KVOptions
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.engine import snapshots
 from mlxinfer.engine.followers import NO_FOLLOWERS
@@ -410,9 +410,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
         guess_seed = None
     with TemporaryDirectory() as folder:
         if changes["prefix_cache"] and data.draw(st.booleans()):
-            changes["disk"] = DiskOptions(
-                folder=Path(folder), max_bytes=1 << 24, identity=lambda timeout_s: f"tiny {case}"
-            )
+            changes["disk"] = disk_at(Path(folder), f"tiny {case}")
         for run in runs:  # each in an engine of its own: a restart
             plains = plain_runs(case, options, run, sight)
             answers = {name: plain.token_ids for name, plain in plains.items()}

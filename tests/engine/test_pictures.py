@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import PAGE, TURNING, Harness, Outcome, alone, model_of, prompt
+from engine.harness import PAGE, TURNING, Harness, Outcome, alone, disk_at, model_of, prompt
 from engine.pictures import RandomTower, picture, placed, run_tower, seeing, tower_of, with_tower
 from models.runs import every
 from models.tiny import arrays_of, tiny_config, write
 
 from mlxinfer.cache.inputs import StepMetadata
-from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.config import KVOptions
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.features import PictureFeatures
@@ -445,7 +445,7 @@ def test_features_see_each_other_only_where_layers_and_pictures_say_so() -> None
 
 def test_a_picture_on_the_disk_runs_no_tower_after_a_restart(tmp_path: Path) -> None:
     model = seeing("qwen3-v4", spans=True)
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "tiny")
+    disk = disk_at(tmp_path)
     ids, pictures = placed(prompt(9), picture(1, 4, 8, sees_itself=True), prompt(40))
     plain = alone(model, ids, GREEDY, pictures=pictures).token_ids
     for name in ("before", "after"):

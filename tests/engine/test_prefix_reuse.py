@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from engine.harness import PAGE, Harness, alone, prompt, tiny_model
+from engine.harness import PAGE, Harness, alone, disk_at, prompt, tiny_model
 from models.runs import every
 
-from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.config import KVOptions
 from mlxinfer.core import Reuse, ReuseEnd, SamplingParams
 from mlxinfer.engine.batch import Sequence
 
@@ -177,7 +177,7 @@ def test_a_partial_page_is_copied_for_sequences_without_a_tail() -> None:
 
 
 def test_a_request_knows_where_its_reuse_ended(tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "it")
+    disk = disk_at(tmp_path)
     harness = Harness(tiny_model("qwen3-v4", quantized=True), disk=disk)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
 

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import Harness, model_of, prompt
+from engine.harness import Harness, disk_at, model_of, prompt
 from models.runs import every
 
 from mlxinfer.cache.disk.entry import decode
 from mlxinfer.cache.disk.saved import SavedSession, SavedSessions
-from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.config import KVOptions
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.save_load import Saving, load
 from mlxinfer.errors import RequestFailedError
@@ -20,8 +20,7 @@ CASES = ("qwen3-v4", "gemma3_text-v4", "gpt_oss-v4", "hybrid deepseek_v3-v4", "r
 
 def on_disk(folder: Path, case: str, **changes: Any) -> Harness:
     """A loop that keeps its pages under `folder`."""
-    disk = DiskOptions(folder=folder, max_bytes=1 << 26, identity=lambda timeout_s: case)
-    return Harness(model_of(case), **{"disk": disk, **changes})
+    return Harness(model_of(case), disk=disk_at(folder, case), **changes)
 
 
 def answer(harness: Harness, ids: list[int]) -> tuple[list[int], int]:

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 from cache.prefix_invariants import states_of
-from engine.harness import Harness, prompt, tiny_model
+from engine.harness import Harness, disk_at, prompt, tiny_model
 from engine.recurrent import hybrid_model
 
-from mlxinfer.config import DiskOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine import snapshots
 from mlxinfer.models.decoder import Model
@@ -140,8 +139,7 @@ def test_a_preempted_sequence_goes_on_from_its_own_snapshot(model: Model) -> Non
 
 
 def test_evicted_snapshots_come_back_from_the_disk(model: Model, tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "hybrid")
-    harness = Harness(model, disk=disk)
+    harness = Harness(model, disk=disk_at(tmp_path))
     group = harness.loop.cache.state_group
     group.max_snapshots = 2
     prompts = [prompt(60, seed=seed) for seed in range(4)]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.harness import Harness, prompt
+from engine.harness import Harness, disk_at, prompt
 from engine.oracle import Oracle
 from models.runs import every
 from models.zoo_table import small_model
 
-from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models.zoo.running import AloneModel, FlatModel
@@ -87,9 +87,8 @@ def test_pages_count_what_own_caches_take(tmp_path: Path) -> None:
 
 
 def test_restarts_find_pages_on_disk(tmp_path: Path) -> None:
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "gpt_neox")
     for again in (False, True):
-        harness = Harness(model_of("gpt_neox"), disk=disk)
+        harness = Harness(model_of("gpt_neox"), disk=disk_at(tmp_path))
         add_all(harness)
         check_all(harness, "gpt_neox")
         assert (harness.outcomes["70"].cached_tokens > 0) == again

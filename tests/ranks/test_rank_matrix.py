@@ -18,7 +18,7 @@ import pytest
 from adapters.cases import drawn, folders
 from adapters.drawn import write_mlx
 from engine.fake_grammar import FakeGrammar
-from engine.harness import PAGE, Harness, Outcome, alone, prompt
+from engine.harness import PAGE, Harness, Outcome, alone, disk_at, prompt
 from engine.oracle import Oracle
 from engine.pictures import RandomTower, picture, placed, with_tower
 from engine.proposers import some_proposer
@@ -30,7 +30,7 @@ from models.runs import every
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache_specs import KVSpec
-from mlxinfer.config import DiskOptions, KVOptions
+from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.runner import Launched
 from mlxinfer.errors import CheckpointError, InvalidRequestError
@@ -141,9 +141,7 @@ def test_all_at_once_over_ranks(group: RankGroup, pipeline: bool, data: st.DataO
     guess_seed = data.draw(st.none() | st.integers(0, 2**20))
     with TemporaryDirectory() as folder:
         if changes["prefix_cache"] and data.draw(st.booleans()):
-            changes["disk"] = DiskOptions(
-                folder=Path(folder), max_bytes=1 << 24, identity=lambda timeout_s: case
-            )
+            changes["disk"] = disk_at(Path(folder), case)
         for run in runs:  # each in an engine of its own, and a model that is loaded again
             plains = {str(i): plain_run(case, options, asked, sight) for i, asked in enumerate(run)}
             model = on_rank_0(group, case, sight, pipeline=pipeline)
@@ -186,7 +184,7 @@ def test_prefixes_on_disk_are_kept(group: RankGroup, pipeline: bool, tmp_path: P
     """But where another rank's part of a page is broken: that is computed again, and stored."""
     case, params = "qwen3_next-v5", SamplingParams(max_tokens=6)
     ids = prompt(6 * PAGE + 3)
-    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: case)
+    disk = disk_at(tmp_path, case)
 
     def run() -> tuple[list[int], int]:
         """Tokens, and how many of the prompt were on disk."""

@@ -47,11 +47,12 @@ def assert_written(tokenizer, ids, text):
         assert written.translate(spaces) == text.translate(spaces)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages | tojson }}"])
 @pytest.mark.parametrize("content", ["hi", "a <|im_end|> b"])
-def test_the_text_may_be_refused_before_it_is_encoded(monkeypatch, source, content):
+def test_the_text_may_be_refused_before_it_is_encoded(kind, monkeypatch, source, content):
     """It is shown as it will be read: what marks a user's control-token text is no part of it."""
-    given = tokenizer_with(source)
+    given = tokenizer_with(source, kind=kind)
     messages = [{"role": "user", "content": content}]
     seen = []
 
@@ -66,8 +67,9 @@ def test_the_text_may_be_refused_before_it_is_encoded(monkeypatch, source, conte
     assert seen == [given.template.render(messages)]
 
 
-def test_a_variable_of_the_template_may_have_any_name():
-    given = tokenizer_with("{{ check }}{{ tokenizer }}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_variable_of_the_template_may_have_any_name(kind):
+    given = tokenizer_with("{{ check }}{{ tokenizer }}", kind=kind)
     ids = encode_chat(given, [{"role": "user", "content": "x"}], check="a", tokenizer="b")
     assert given.decode(ids) == "ab"
 
@@ -109,8 +111,9 @@ def test_user_text_cannot_assemble_a_control_token(kind, texts):
         "{{ kwarg }}{{ tools | tojson }}{{ documents }}",
     ],
 )
-def test_marks_survive_every_template_operation(source):
-    given = tokenizer_with("<|im_start|>" + source)
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_survive_every_template_operation(kind, source):
+    given = tokenizer_with("<|im_start|>" + source, kind=kind)
     end = "<|im_end|>"
     ids = encode_chat(
         given,
@@ -123,8 +126,9 @@ def test_marks_survive_every_template_operation(source):
     assert given.piece_to_id(end) not in ids
 
 
-def test_a_template_that_writes_nothing_is_at_fault():
-    given = tokenizer_with("{% set nothing = 1 %}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_that_writes_nothing_is_at_fault(kind):
+    given = tokenizer_with("{% set nothing = 1 %}", kind=kind)
     with pytest.raises(TemplateError, match="empty prompt"):
         encode_chat(given, [{"role": "user", "content": "hi"}])
 

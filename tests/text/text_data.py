@@ -34,9 +34,11 @@ def load_tokenizer(kind: str, template: str | None = None) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_with(source: str | None = None, tokens=(), **variables: str) -> Tokenizer:
-    """The byte-level tokenizer with more control tokens, and the chat template of a source."""
-    backend = load_backend(DATA / "bytelevel")
+def tokenizer_with(
+    source: str | None = None, tokens=(), kind: str = "bytelevel", **variables: str
+) -> Tokenizer:
+    """A tokenizer with more control tokens, and the chat template of a source."""
+    backend = load_backend(DATA / kind)
     backend.add_special_tokens(list(tokens))
     tokenizer = Tokenizer(backend)
     if source is not None:

@@ -44,7 +44,11 @@ def attend_in_tiles(
         keys, values = read(first, stop, outputs)
         plan = _block_plan(count, start - first, stop - first, heads, key_dim, value_dim)
         attended, own_sums = paged_attention_on_metal(
-            *(queries, _one(keys), _one(values), plan, Softmax(scale)),
+            queries,
+            _one(keys),
+            _one(values),
+            plan,
+            Softmax(scale),
             value_dim=value_dim,
             log_sums=True,
         )

@@ -245,8 +245,9 @@ def paged_attention_on_metal(
         outputs (T, H * G, V) in the queries' dtype; and the logarithm of each softmax's
         denominator, sink logits included, (T, H * G) float32.
     """
-    how: dict[str, Any] = {"value_dim": value_dim, "log_sums": log_sums, "pairs": pairs}
-    attention = paged_attention(queries, keys, values, plan, softmax, **how)
+    attention = paged_attention(
+        queries, keys, values, plan, softmax, value_dim=value_dim, log_sums=log_sums, pairs=pairs
+    )
     outputs, *sums = attention(queries, arrays_of(keys, values), softmax.sinks)
     return [outputs.reshape(*queries.shape[:2], -1), *sums]
 

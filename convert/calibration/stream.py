@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...cache_specs import BlockSpec, CacheSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
+from ...cache_specs import BlockSpec, KVSpec, LatentSpec, PooledSpec, StateSpec
 from ...errors import ConversionError
 from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
@@ -122,6 +122,16 @@ class WholeLatents:
         return self._expanded.attend(queries, keys, values, Softmax(scale)).reshape(values.shape)
 
 
+def _keys_values(spec: KVSpec, group: RowGroup, masks: Masks) -> SegmentAttention:
+    if spec.chunked and spec.window is not None:
+        _check_length(group, spec.window)
+    return SegmentAttention([group], masks, spec.window)
+
+
+def _states(spec: StateSpec, group: RowGroup, masks: Masks) -> SegmentStates:
+    return SegmentStates([group], spec)
+
+
 class WholeBlocks:
     """The index of a layer over sequences so short that it leaves nothing out."""
 
@@ -129,25 +139,20 @@ class WholeBlocks:
         """None: every token sees all before it."""
 
 
-def stand_in(spec: CacheSpec, group: RowGroup, masks: Masks) -> Any:
-    """Takes the place of a layer's cache, which has nothing of other tokens than the group's."""
-    if isinstance(spec, StateSpec):
-        return SegmentStates([group], spec)
-    if isinstance(spec, BlockSpec):
-        _check_length(group, spec.num_ranked * spec.block)
-        return WholeBlocks()
-    if isinstance(spec, PooledSpec):
-        _check_length(group, spec.num_ranked * spec.ratio)
-        return WholeBlocks()
-    assert isinstance(spec, KVSpec | LatentSpec), spec
-    attention = SegmentAttention([group], masks, spec.window)
-    if isinstance(spec, LatentSpec):
-        if spec.index_dim:
-            _check_length(group, spec.num_ranked)
-        return WholeLatents(attention)
-    if spec.chunked and spec.window is not None:
-        _check_length(group, spec.window)
-    return attention
+def _blocks(spec: BlockSpec, group: RowGroup, masks: Masks) -> WholeBlocks:
+    _check_length(group, spec.num_ranked * spec.block)
+    return WholeBlocks()
+
+
+def _pools(spec: PooledSpec, group: RowGroup, masks: Masks) -> WholeBlocks:
+    _check_length(group, spec.num_ranked * spec.ratio)
+    return WholeBlocks()
+
+
+def _latents(spec: LatentSpec, group: RowGroup, masks: Masks) -> WholeLatents:
+    if spec.index_dim:
+        _check_length(group, spec.num_ranked)
+    return WholeLatents(SegmentAttention([group], masks, spec.window))
 
 
 def _check_length(group: RowGroup, most: int) -> None:
@@ -157,6 +162,16 @@ def _check_length(group: RowGroup, most: int) -> None:
             f"This model sees at most {most} tokens of a text, and calibration needs texts of "
             f"{group.length}; convert it without calibration (--calibration none)."
         )
+
+
+STAND_INS: dict[type, Callable[[Any, RowGroup, Masks], Any]] = {
+    BlockSpec: _blocks,
+    KVSpec: _keys_values,
+    LatentSpec: _latents,
+    PooledSpec: _pools,
+    StateSpec: _states,
+}
+"""Spec of a layer -> the class that takes the place of its cache."""
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -174,7 +189,10 @@ class LayerRun:
     def __call__(self, x: mx.array, ids: mx.array) -> mx.array:
         """x (N * length, width) of ids (N, length) -> the same after the layer, not evaluated."""
         group, masks = RowGroup(0, *ids.shape), Masks(bidirectional=False)
-        caches = {mixer: stand_in(mixer.spec, group, masks) for mixer in self.model.mixers}
+        caches = {
+            mixer: STAND_INS[type(mixer.spec)](mixer.spec, group, masks)
+            for mixer in self.model.mixers
+        }
         positions = mx.arange(x.shape[0]) % ids.shape[1]
         step = Step(positions.astype(mx.int32), caches)
         step.ids = ids.flatten()

@@ -4,7 +4,7 @@ n = rows of one length, L = that length, H = KV heads, D = head dim. Rows of equ
 by side in the flat list, so that they attend together as a view (n, heads, L, D), without padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -209,19 +209,36 @@ def _no_places() -> Any:
     raise AssertionError("kernels without an engine")
 
 
-def segment_cache(
-    spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks
-) -> SegmentAttention | SegmentStates:
+SegmentCache = SegmentAttention | SegmentStates
+
+
+def segment_cache(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
     """Takes the place of a mixer's cache in a pass.
 
     Raises:
         UnsupportedModelError: a mixer that has none here.
     """
-    if isinstance(spec, KVSpec) and not spec.chunked:
-        return SegmentAttention(groups, masks, spec.window)
-    if isinstance(spec, StateSpec):
-        return SegmentStates(groups, spec)
+    return SEGMENT_CACHES.get(type(spec), _none)(spec, groups, masks)
+
+
+def _attention(spec: KVSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
+    return (
+        _none(spec, groups, masks) if spec.chunked else SegmentAttention(groups, masks, spec.window)
+    )
+
+
+def _states(spec: StateSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
+    return SegmentStates(groups, spec)
+
+
+def _none(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
     raise UnsupportedModelError(
         f"Models with {type(spec).__name__} layers give no embeddings and scores here; those of "
         "full or windowed attention, and recurrent ones, do."
     )
+
+
+SEGMENT_CACHES: dict[type, Callable[[Any, Sequence[RowGroup], Masks], SegmentCache]] = {
+    KVSpec: _attention,
+    StateSpec: _states,
+}

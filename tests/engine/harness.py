@@ -130,7 +130,6 @@ class Harness:
         **changes: object,
     ) -> None:
         self._launch_ahead = launch_ahead
-        self._model = model
         self._kv = {"kv": changes.get("kv"), "adapters": adapters}
         self._asked: dict[str, dict[str, Any]] = {}  # how each request is asked for, see `alone`
         self.outcomes: dict[str, Outcome] = {}
@@ -211,7 +210,7 @@ class Harness:
         """
         outcomes = self.drain()
         for name in names or outcomes:
-            plain = alone(model or self._model, **self._asked[name], **self._kv)
+            plain = alone(model or self.loop.model, **self._asked[name], **self._kv)
             assert outcomes[name].token_ids == plain.token_ids, name
         return outcomes
 

@@ -111,7 +111,7 @@ def test_a_kernel_that_writes_nan_is_named_and_no_request_sees_it(
     gpu = Gpu(Launch.on_metal, "a GPU", timer=lambda calls: dict.fromkeys(calls, 1.0))
     monkeypatch.setattr(kernels_module, "this_gpu", lambda: gpu)
     monkeypatch.setattr(kernels_module, "default_kernel_folder", lambda: tmp_path)
-    model = wide_model(monkeypatch, "qwen3-v4", bits=4 if file != "gate_up" else 8)
+    model = wide_model("qwen3-v4", bits=4 if file != "gate_up" else 8)
     kv = EIGHT if file == "tiled_attention" else KVOptions()
     _, plain = answers(model, kv, Told(), choose_none)
     device, told = Poisoned(file, since=since, value=value), Told()
@@ -137,8 +137,8 @@ def test_a_kernel_that_writes_nan_is_named_and_no_request_sees_it(
 
 @pytest.mark.ci
 @requires_compiler
-def test_a_fault_that_does_not_come_again_names_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide_model(monkeypatch, "qwen3-v4", bits=8)
+def test_a_fault_that_does_not_come_again_names_no_kernel() -> None:
+    model = wide_model("qwen3-v4", bits=8)
     device = Poisoned("gate_up", since=9, value=float("nan"))
 
     def once(output: mx.array) -> mx.array:
@@ -155,8 +155,8 @@ def test_a_fault_that_does_not_come_again_names_no_kernel(monkeypatch: pytest.Mo
 
 
 @requires_compiler
-def test_where_the_model_gives_nan_kernels_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = wide_model(monkeypatch, "qwen3-v4")
+def test_where_the_model_gives_nan_kernels_are_used_again() -> None:
+    model = wide_model("qwen3-v4")
     weight = model.embed_tokens.weight
     weight[7] = mx.full((weight.shape[1],), float("nan"))
     params = SamplingParams(max_tokens=20, logit_bias={7: -1e9}, ignore_eos=True)

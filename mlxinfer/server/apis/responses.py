@@ -51,7 +51,6 @@ WRAPPED = "reasoning.encrypted_content"  # the same
 MAX_PAGE = 100
 _SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty")  # that are echoed
 _TEXT_TYPES = {"assistant": "output_text"}  # of a part, by role
-_ITEM_ID = re.compile(r"[a-z]+_(?:in_)?([0-9a-f]+)_[0-9]+")  # has the id of its response
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -275,11 +274,11 @@ def _messages(call: Call, body: ResponsesRequest) -> tuple[list[Plain], Declared
 
 def _referred(call: Call, item: InputItem) -> InputItem:
     """The stored item that a reference names; a reference to none stays as it is."""
-    named = _ITEM_ID.fullmatch(item.id or "")
+    parts = (item.id or "").split("_")  # a kind, the id of its response, its place
     store = call.service.store
-    if item.type != "item_reference" or named is None or store is None:
+    if item.type != "item_reference" or len(parts) < 3 or store is None:
         return item
-    chain = store.chain(_owner(call), f"resp_{named[1]}") or []
+    chain = store.chain(_owner(call), f"resp_{parts[-2]}") or []
     known = {stored["id"]: stored for response in chain[-1:] for stored in _items_of(response)}
     return msgspec.convert(known[item.id], InputItem) if item.id in known else item
 

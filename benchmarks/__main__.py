@@ -208,7 +208,7 @@ CLAIMS = {
         (
             plain("--size", "Of the weights at 16 bits.", default="1GB", show_default=True),
             runs(3, "Processes of each side; the quickest counts."),
-            plain("--disk", "Simulate a disk of so many GB/s.", type=float),
+            plain("--disk", "Simulate a disk of this speed in GB/s.", type=float),
             *(small, cpu_time, peer),
         ),
         fast_blas=False,

@@ -49,7 +49,7 @@ class Ask:
 
     @classmethod
     def of(cls, name: str, prompt_ids: list[int], max_tokens: int | None = None) -> "Ask":
-        """A greedy request of one message that is answered with so many tokens; None: no end."""
+        """A greedy request of one message; `max_tokens` are answered, or without end (None)."""
         params = ENDLESS if max_tokens is None else greedy(max_tokens)
         return cls(name, [("user", prompt_ids)], params)
 
@@ -60,7 +60,7 @@ class Ask:
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Settings of an answer that has exactly so many tokens."""
+    """Settings of an answer that has exactly this number of tokens."""
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
 

@@ -256,7 +256,7 @@ def cpu_clock(pid: int) -> Clock:
 
 
 def run(*, answers: int, skip_same: bool, cpu_time: bool) -> Report:
-    """Each scene for so many answers of the light client."""
+    """Each scene, with `answers` answers of the light client."""
     measured: list[dict[str, Any]] = []
     with TemporaryDirectory() as temporary:
         keys, see = Path(temporary) / "keys.toml", seeing_folder(Path(temporary) / "see")

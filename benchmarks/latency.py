@@ -75,7 +75,7 @@ class Timeline:
                     self.work.setdefault(name, self._engine.done.since(before[name]))
 
     def play_alone(self, name: str, prompt_ids: list[int], tokens: int) -> None:
-        """Step until one request that comes at once has so many tokens."""
+        """Step until one request that comes at once has `tokens` tokens."""
         arrivals = [Arrival(0.0, name, prompt_ids)]
         self.play(arrivals, until=lambda: len(self.tokens_s[name]) >= tokens)
 

@@ -70,7 +70,7 @@ def fill(engine: Engine, lengths: Sequence[int]) -> None:
 
 
 def settle(engine: Engine, steps: int = 2 * PAGE + 2) -> None:
-    """Decode steps; after so many, rings are full and every kind of step was seen."""
+    """Decode steps, after which rings are full and every kind of step was seen."""
     for _ in range(steps):
         engine.step()
 

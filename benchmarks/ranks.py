@@ -46,7 +46,7 @@ KINDS = {  # of what is sent
 }
 ALONE, EIGHT, PROMPT = "stream 1", "stream 8", "prompt"  # figures of `rates`
 Facts = dict[str, Any]
-Answer = Callable[[list[int], int], int]  # answers a prompt with so many tokens, or some more
+Answer = Callable[[list[int], int], int]  # (prompt, least tokens of the answer)
 
 
 def run(*, runs: int, size: int, small: bool, peer: bool) -> Report:

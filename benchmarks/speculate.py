@@ -171,7 +171,7 @@ def _write(folder: Path, source: Path, tensors: dict[str, mx.array], layers: int
 def answered(
     folder: Path, options: EngineOptions, prompts: Sequence[str | list[int]], tokens: int
 ) -> list[Result]:
-    """Answers of exactly so many tokens to prompts that come at once."""
+    """Answers of exactly `tokens` tokens to prompts that come at once."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     with open_session(folder, options) as session:
         return session.start(*(TextInput(prompt=p, params=params) for p in prompts)).results()

@@ -110,7 +110,7 @@ def fused(
 
 
 def finer(form: MLXFormat, bits: int) -> MLXFormat:
-    """An affine format of so many bits; its groups are those of `form`, 32 at least."""
+    """An affine format of `bits`; its groups are those of `form`, 32 at least."""
     return affine(bits, max(form.group_size, 32))
 
 

@@ -141,7 +141,7 @@ def _of_kimi(model: ModelConfig) -> dict[str, Any]:
     }
     return {
         "linear_attn_config": delta,
-        "rope_theta": 10_000.0,  # nothing turns
+        "rope_theta": 10_000.0,  # there is no rope
         "model_max_length": model.max_context,
         "num_experts_per_token": model.experts_per_token,
         "moe_renormalize": model.norm_topk_prob,

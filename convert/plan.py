@@ -311,7 +311,7 @@ PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequenc
 class MemoryBudget:
     """Memory, as sizes of the data that is held at once."""
 
-    inputs: int  # error feedback holds the second moments of so many together; 0: no feedback
+    inputs: int  # whose second moments error feedback holds together; 0: no feedback
     probes: int  # sequences that are carried to the end for each unit that is measured
     block: int  # numbers that are quantised at once by a thread
     workers: int  # threads

@@ -112,7 +112,7 @@ def _same(drawn: mx.array) -> mx.array:
 
 
 def _last(drawn: mx.array, numbers: mx.array | float) -> mx.array:
-    """Vectors (..., D) of zeros, but for their last numbers."""
+    """Vectors (..., D) of zeros, except their last numbers."""
     last = mx.arange(drawn.shape[-1]) == drawn.shape[-1] - 1
     return mx.broadcast_to(mx.where(last, numbers, 0.0), drawn.shape)
 

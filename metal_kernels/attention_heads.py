@@ -24,11 +24,11 @@ class HeadsForm(Form):
         num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
         key_format, value_format: how they are stored. Keys of a format that rotates are multiplied
             by a Hadamard matrix (D as `hadamard_order` knows), and queries too; values as
-            `rotates_values` says. With `joint` all are, in blocks of so many numbers.
-        turning: leading numbers of a head that turn; 0: none does.
-        traditional: pairs are neighbours, not half of the turning dims apart.
-        joint: keys and values are one vector (see `cache.keys_values.JointLayer`), where so many
-            numbers of a key are stored behind its value; 0: they are apart. As `has_joint` says.
+            `rotates_values` says. With `joint` all are, in blocks of `joint` numbers.
+        rope_dims: leading dims of a head that rope rotates; 0: none.
+        traditional: pairs are neighbours, not half of the rotated dims apart.
+        joint: numbers of a key that are stored behind its value, in one vector (see
+            `cache.keys_values.JointLayer`); 0: they are apart. As `has_joint` says.
     """
 
     num_heads: int
@@ -38,7 +38,7 @@ class HeadsForm(Form):
     value_format: KVFormat = PLAIN
     norm: bool = False
     norms_values: bool = False
-    turning: int = 0
+    rope_dims: int = 0
     traditional: bool = False
     joint: int = 0
 
@@ -80,8 +80,8 @@ class Heads:
 
     Args:
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
-        frequencies: (turning / 2,) float32 radians a token of the pairs of the leading dims that
-            turn; None: nothing turns.
+        frequencies: (rope_dims / 2,) float32 radians a token of the pairs of the leading dims that
+            rotate; None: there is no rope.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Heads:
         assert form.head_dim % 8 == 0, form
         assert form.head_dim <= MAX_DIM, form
         assert form.norm == (norm_weight is not None), form
-        assert form.turning == (0 if frequencies is None else 2 * len(frequencies)), form
-        assert form.turning <= form.head_dim, form
+        assert form.rope_dims == (0 if frequencies is None else 2 * len(frequencies)), form
+        assert form.rope_dims <= form.head_dim, form
         assert form.hadamard_order or not form.key_format.rotates, form
         formats = form.key_format, form.value_format
         assert not form.joint or has_joint(form.head_dim, form.joint, formats), form

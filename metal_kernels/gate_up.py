@@ -183,7 +183,7 @@ def compiled_product(product: Product) -> Product:
 
 
 def most_rows(num_rows: int) -> int:
-    """The rows of the variant that serves so many: 1, 2, 4 or 8."""
+    """The rows of the variant that serves `num_rows`: 1, 2, 4 or 8."""
     return 1 << (num_rows - 1).bit_length()
 
 
@@ -254,7 +254,7 @@ def _timed(variant: Variant, _: int, __: int) -> Case:
 
 
 def timed_inner(form: GateUp) -> int:
-    """Numbers of an output row when a form is timed: its own, as far as the bytes allow.
+    """Numbers of an output row when a form is timed: its own, or fewer for large matrices.
 
     From there on both ways read the matrix at the speed of memory, so their ratio does not change.
     """

@@ -20,9 +20,9 @@ void normalise(threadgroup float* x, const device float* weight, float eps, uint
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Pairs (i, i + dims / 2), or (2 i, 2 i + 1) where traditional, turn by position * frequency[i].
+// Pairs (i, i + dims / 2), or (2 i, 2 i + 1) where traditional, rotate by position * frequency[i].
 template <uint DIMS, bool TRADITIONAL>
-void turn(
+void rotate_pairs(
     threadgroup float* x, const device float* frequencies, float position, float magnitude,
     uint lane) {
   for (uint i = lane; i < DIMS / 2; i += 32) {
@@ -69,22 +69,22 @@ void spread(threadgroup float* x, const device float* signs, float scale, uint l
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// The numbers of a head in the order in which a vector of key and value has them: those that turn,
-// TURNING of them in pairs (i, i + D / 2) from i = 0 on, and then the others. With AFTER numbers
+// The numbers of a head in the order in which a vector of key and value has them: those that rotate,
+// ROTATED of them in pairs (i, i + D / 2) from i = 0 on, and then the others. With AFTER numbers
 // that come first moved behind them all.
-template <uint D, uint TURNING, uint AFTER>
+template <uint D, uint ROTATED, uint AFTER>
 void lay_out(threadgroup float* x, uint lane) {
-  constexpr uint HALF = D / 2, PAIRS = TURNING / 2, REST = HALF - PAIRS;
-  float own[D / 32];
+  constexpr uint HALF = D / 2, PAIRS = ROTATED / 2, REST = HALF - PAIRS;
+  float moved[D / 32];
   for (uint part = 0; part < D / 32; part++) {
     const uint to = (part * 32 + lane + AFTER) % D;
-    const uint other = to - min(to, TURNING);
-    const uint still = PAIRS + other + (other < REST ? 0 : PAIRS);
-    own[part] = x[to >= TURNING ? still : to + (to < PAIRS ? 0 : REST)];
+    const uint other = to - min(to, ROTATED);
+    const uint unrotated = PAIRS + other + (other < REST ? 0 : PAIRS);
+    moved[part] = x[to >= ROTATED ? unrotated : to + (to < PAIRS ? 0 : REST)];
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
   for (uint part = 0; part < D / 32; part++) {
-    x[part * 32 + lane] = own[part];
+    x[part * 32 + lane] = moved[part];
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -147,8 +147,8 @@ struct ByToken {
 
 // One head of one token: vector `vector` of qkv: its heads are queries, then keys, then values.
 // JOINED: keys and values go to the same place, a token's keys before its values.
-// JOINT: numbers of a key that turn, where they are stored behind its value in one vector; else 0.
-// constants: epsilon of the norm, magnitude of what turns, scale of the Hadamard transform; then,
+// JOINT: numbers of a key that rotate, where they are stored behind its value in one vector; else 0.
+// constants: epsilon of the norm, magnitude of what rotates, scale of the Hadamard transform; then,
 // each only where it is used, weights (QUERY_HEADS + KV_HEADS, D), DIMS / 2 frequencies and M * M
 // signs.
 template <
@@ -174,7 +174,7 @@ void kv_write(
     normalise<D, false>(x, weight, constants[0], lane);
   }
   if (DIMS > 0 && !value) {
-    turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), constants[1], lane);
+    rotate_pairs<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), constants[1], lane);
   }
   if constexpr (JOINT > 0) {
     if (head < QUERY_HEADS) {

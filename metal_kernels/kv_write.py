@@ -2,14 +2,14 @@
 
 T = tokens, H = query heads, K = KV heads, D = head_dim.
 
-A head is normed, turned by its position and multiplied by a Hadamard matrix, as far as the layer
+A head is normed, rotated by its position and multiplied by a Hadamard matrix, each if the layer
 asks for it. All of this is float32. Queries and plain keys and values are rounded once, to the
 dtype of the projection. Keys and values of a token depend on its own row and position alone, so one
 token and a whole prompt give the same.
 
 Values without a norm are encoded exactly as the twin encodes them. So are keys that are not normed,
-turned or multiplied. The others pass through sums, cosines and sines, whose last bit depends on the
-GPU. There a code may differ by one, and a scale or a bias in its last bit.
+rotated or multiplied. The others pass through sums, cosines and sines, whose last bit depends on
+the GPU. There a code may differ by one, and a scale or a bias in its last bit.
 """
 
 from functools import cache, lru_cache
@@ -76,11 +76,11 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
     dims = 2 * len(frequencies)
     angles = positions[:, None, None] * frequencies  # (T, 1, dims / 2)
     cosines, sines = mx.cos(angles) * heads.magnitude, mx.sin(angles) * heads.magnitude
-    turning, rest = x[..., :dims], x[..., dims:]
+    rotary, rest = x[..., :dims], x[..., dims:]
     if heads.form.traditional:
-        first, second = turning[..., ::2], turning[..., 1::2]
+        first, second = rotary[..., ::2], rotary[..., 1::2]
     else:
-        first, second = mx.split(turning, 2, axis=-1)
+        first, second = mx.split(rotary, 2, axis=-1)
     pair = [first * cosines - second * sines, second * cosines + first * sines]
     joined = (
         mx.stack(pair, axis=-1).flatten(-2)
@@ -93,14 +93,14 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
 def stored_in_mlx(
     queries: mx.array, keys: mx.array, values: mx.array, heads: Heads, dtype: mx.Dtype
 ) -> tuple[mx.array, Stored]:
-    """Encode queries (T, H, D), keys and values (T, K, D) that are normed and turned."""
+    """Encode queries (T, H, D), keys and values (T, K, D) that are normed and rotated."""
     form = heads.form
     if form.joint:
-        turns = np.arange(form.head_dim) % (form.head_dim // 2) < form.joint // 2
-        turning, others = (mx.array(np.flatnonzero(which)) for which in (turns, ~turns))
-        queries = mx.concatenate([queries[..., others], queries[..., turning]], axis=-1)
-        values = mx.concatenate([values[..., turning], values[..., others]], axis=-1)
-        keys = keys[..., turning]
+        is_rotated = np.arange(form.head_dim) % (form.head_dim // 2) < form.joint // 2
+        rotary, others = (mx.array(np.flatnonzero(which)) for which in (is_rotated, ~is_rotated))
+        queries = mx.concatenate([queries[..., others], queries[..., rotary]], axis=-1)
+        values = mx.concatenate([values[..., rotary], values[..., others]], axis=-1)
+        keys = keys[..., rotary]
     if form.key_format.rotates:
         queries, keys = _spread(queries, form.joint), _spread(keys, form.joint)
     if form.rotates_values:
@@ -116,7 +116,7 @@ def stored_in_mlx(
 
 
 def _spread(x: mx.array, block: int) -> mx.array:
-    """Vectors (..., D) by a Hadamard matrix, in blocks of so many numbers; 0: whole."""
+    """Vectors (..., D) by a Hadamard matrix, in blocks of `block` numbers; 0: whole."""
     if not block:
         return mx.hadamard_transform(x)
     return mx.hadamard_transform(mx.unflatten(x, -1, (-1, block))).flatten(-2)
@@ -135,7 +135,7 @@ def template_of(form: HeadsForm, dtype: mx.Dtype) -> list[tuple[str, TemplateVal
         ("QUERY_HEADS", form.num_heads),
         ("KV_HEADS", form.num_kv_heads),
         ("NORM", form.norm),
-        ("DIMS", form.turning),
+        ("DIMS", form.rope_dims),
         ("TRADITIONAL", form.traditional),
         ("ROTATE", form.key_format.rotates),
         ("ROTATE_VALUES", form.rotates_values),

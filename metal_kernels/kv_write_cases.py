@@ -75,7 +75,7 @@ def _by_fused_operations(
     if heads.frequencies is not None:
         x = mx.fast.rope(
             x[:, :, None],
-            heads.form.turning,
+            heads.form.rope_dims,
             traditional=heads.form.traditional,
             base=None,
             scale=1.0,
@@ -88,14 +88,14 @@ def _by_fused_operations(
 
 def _heads(variant: Variant) -> Heads:
     form: HeadsForm = variant.form
-    rng, turning = np.random.default_rng(0), form.turning
+    rng, rope_dims = np.random.default_rng(0), form.rope_dims
     weight = rng.uniform(0.5, 1.5, (form.num_heads + form.num_kv_heads, form.head_dim))
-    slowing = np.arange(turning // 2) / max(turning // 2, 1)
+    slowing = np.arange(rope_dims // 2) / max(rope_dims // 2, 1)
     return Heads(
         form,
         norm_weight=mx.array(weight.astype(np.float32)) if form.norm else None,
         norm_eps=1e-6,
-        frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if turning else None,
+        frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if rope_dims else None,
     )
 
 
@@ -166,7 +166,7 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
 
 
 def _sample(dtype: mx.Dtype, bits: tuple[int, int], dim: int, **how: Any) -> Variant:
-    how = {"norm": True, "turning": dim, **how}
+    how = {"norm": True, "rope_dims": dim, **how}
     return kv_write_variant(HeadsForm(8, 2, dim, FORMATS[bits[0]], FORMATS[bits[1]], **how), dtype)
 
 
@@ -174,20 +174,20 @@ def _registers(variant: Variant) -> int:
     return 24 + (variant.form.head_dim + 31) // 32  # where it rotates
 
 
-# Layers of Gemma 4 that see everything: a quarter of a head turns.
+# Layers of Gemma 4 that see everything: a quarter of a head rotates.
 JOINT: dict[str, Any] = {"norms_values": True, "joint": 128}
 _F16, _BF16, _F32 = mx.float16, mx.bfloat16, mx.float32
 _SAMPLES = (
     _sample(_F16, (4, 4), 128),
     _sample(_BF16, (0, 0), 128),
     _sample(_BF16, (8, 8), 128),
-    _sample(_F16, (8, 4), 64, turning=32, norm=False),
+    _sample(_F16, (8, 4), 64, rope_dims=32, norm=False),
     _sample(_F16, (4, 4), 80),
     _sample(_F16, (4, 4), 256),
     _sample(_BF16, (0, 0), 256, norms_values=True),
     _sample(_BF16, (0, 0), 512, **JOINT),
     _sample(_F16, (4, 4), 512, **JOINT),
-    _sample(_F32, (0, 0), 96, turning=0, norm=False),
+    _sample(_F32, (0, 0), 96, rope_dims=0, norm=False),
     _sample(_F32, (0, 0), 64, traditional=True),
 )
 KV_WRITE = Kind(

@@ -26,7 +26,7 @@ KEY_BLOCK = 2048
 QUERY_BLOCK = 128  # queries that attend together where MLX keeps their scores
 LOWEST = -1e30  # a peak before anything was seen
 MOST_DECODED = 256 << 20  # bytes of a layer's keys and values, decoded for `WHOLE`
-FEW_QUERIES = 8  # for so many MLX has other kernels, which do not serve all numbers of heads
+FEW_QUERIES = 8  # up to here MLX has other kernels, which do not serve all numbers of heads
 
 Ints = NDArray[np.int32]
 Read = Callable[[int, int, mx.array | None], tuple[mx.array, mx.array]]

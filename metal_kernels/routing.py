@@ -40,7 +40,7 @@ class Routing(Form):
         factor: multiplies the weights.
         num_groups, num_best: experts stand in groups of equally many, side by side, and only those
             of the best groups may be chosen (DeepSeek-V2 and V3). The kernel has no groups.
-        counted: a group is worth the sum of so many of its best ranks.
+        counted: best ranks of a group whose sum is its worth.
     """
 
     k: int

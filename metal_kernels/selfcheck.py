@@ -40,7 +40,7 @@ logger = logging.getLogger("mlxinfer.kernels")
 Result = TypeVar("Result")
 # Errors of the GPU that another kernel, or another process, has caused: names of Metal's.
 NOT_ITS_OWN = ("SubmissionsIgnored", "InnocentVictim", "ImpactingInteractivity")
-ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row,
+ROUNDS, CALLS = 5, 4  # a time is the median of ROUNDS rounds, each of CALLS calls in a row,
 LONG_S = 0.004  # or of one call if it takes longer: what launching it takes is lost in that
 MAX_MESSAGE = 32_768  # characters of a compiler's message that are kept
 

@@ -89,7 +89,7 @@ class StateStep(Form):
         return self.in_mlx(arrays, gathered(sources, plan, count), plan[:count, 2])
 
     def variant(self, tokens: int) -> Variant:
-        """The kernel for up to so many tokens of a sequence. It is timed at that number."""
+        """The kernel for up to `tokens` tokens of a sequence. It is timed at that number."""
         return Variant.from_form(self.name, self, tokens=tokens)
 
 

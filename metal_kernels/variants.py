@@ -13,7 +13,7 @@ from .launch import MAX_LAUNCHES, Launch
 Value = str | int | bool
 ANY_ROWS = 0
 ReadyFor = Callable[..., bool]
-"""`ready(rows, sequences)`: whether kernels may be used for so many rows of so many sequences.
+"""`ready(rows, sequences)`: whether kernels may be used for these numbers of rows and sequences.
 
 `sequences` ALL_LOADS, the default: a place that does not say for how many.
 """
@@ -33,7 +33,7 @@ KERNEL = "kernel"  # names of ways: the kernel, another form of it that begins s
 IN_MLX = "MLX"  # and MLX's own operations, where there is one way to use them
 WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own operations
 Fastest = Callable[[int, int, tuple[str, ...]], str]
-"""`fastest(rows, load, ways)`: the way to compute that is the fastest for so many rows at a load.
+"""`fastest(rows, load, ways)`: the fastest of `ways` for a number of rows at a load.
 
 A load is what the kind is timed at: sequences at once, or tokens of a prompt.
 """
@@ -195,7 +195,7 @@ class KernelUse:
     installs whether they may be used.
 
     Attributes:
-        variants: number of rows -> the variants that together serve so many rows. The rows are
+        variants: number of rows -> the variants that together serve them. The rows are
             what the place counts: tokens of the step, or tokens of each sequence. ANY_ROWS stands
             for every number that is not named; without an entry there is no kernel.
         install: takes the function that says for how many rows the kernels may be used. It is
@@ -263,7 +263,7 @@ class Kind:
         files: files of this folder that the computation depends on; a verdict is about their text.
         case: a variant on a small input that takes every path of it.
         timed: a variant on an input as large as in use: at a load, which is a number of sequences
-            or of a prompt's tokens, with so many tokens in all where that matters. It is compared,
+            or of a prompt's tokens, with the total of tokens where that matters. It is compared,
             too, and timed beside what runs instead.
         loads: loads and tokens to time it at.
         registers: 32-bit registers of a lane at its peak: an estimate from what the source keeps,

@@ -16,23 +16,23 @@ class KVSpec:
     # The context is cut into chunks of `window` tokens, and a token sees its own chunk alone.
     chunked: bool = False
     key_bias: bool = False  # the layer says what a bias adds to its keys, see `KeyBias`
-    rope_axes: int = 1  # positions by which a key turns: 3 with M-RoPE
-    # Dimensions of a key that rope turns, where its other dimensions equal the value's: the first
+    rope_axes: int = 1  # positions by which a key rotates: 3 with M-RoPE
+    # Dimensions of a key that rope rotates, where its other dimensions equal the value's: the first
     # half of them are the key's first, the second half begin at its middle. 0: K and V differ.
-    turning: int = 0
+    rope_dims: int = 0
     sees_spans: bool = False  # features of a picture see each other here, where it says so
     relative: bool = False  # scores have a bias by distance, which no kernel of attention knows
-    unit: ClassVar[int] = 1  # pages must have a multiple of so many tokens
+    unit: ClassVar[int] = 1  # the number of tokens in a page must be a multiple of this
 
     @property
     def joint_dim(self) -> int:
         """Numbers of a vector that holds a head's key and value; 0: each has one of its own."""
-        return self.value_dim + self.turning if self.turning else 0
+        return self.value_dim + self.rope_dims if self.rope_dims else 0
 
     @property
     def numbers(self) -> int:
         """Numbers kept per token."""
-        return self.num_kv_heads * ((self.turning or self.key_dim) + self.value_dim)
+        return self.num_kv_heads * ((self.rope_dims or self.key_dim) + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class PooledSpec:
     raw_dim: int  # numbers that a token brings to the key of its block
     ratio: int
     num_ranked: int  # complete blocks that a token sees, those of the highest rank
-    rope_axes: int = 1  # positions by which a key turns: 3 with M-RoPE
+    rope_axes: int = 1  # positions by which a key rotates: 3 with M-RoPE
     window: ClassVar[None] = None
     sinks: ClassVar[int] = 0
     sees_spans: ClassVar[bool] = False
 
     @property
     def unit(self) -> int:
-        """Pages must have a multiple of so many tokens."""
+        """The number of tokens in a page must be a multiple of this."""
         return self.ratio
 
     @property

@@ -119,7 +119,7 @@ class SamplingParams:
     frequency_penalty: float = _number(0.0, low=-100.0, high=100.0)  # over the answer
     # token id -> added to its logit; a dict has no hash
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    # keep logits so many deviations below the highest; 0: all
+    # keep logits within this number of standard deviations below the highest; 0: all
     top_n_sigma: float = _number(0.0, low=0.0, high=FLOAT32_MAX)
     # keep the most typical tokens of this mass; 1: all
     typical_p: float = _number(1.0, low=0.0, high=1.0, open_low=True)

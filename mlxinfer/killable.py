@@ -250,7 +250,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def serve(answer: Callable[[Message], Message], *, idle_s: float | None = None) -> None:
     """Answer jobs until the stream ends; the first argument of the program is `max_bytes`.
 
-    With `idle_s` the process also ends when it has waited for so many seconds.
+    With `idle_s` the process also ends when it has waited for that time.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     _watch_memory(int(sys.argv[1]))

@@ -66,8 +66,8 @@ class Moments:
     """Sums over the inputs of matrices, by path; matrices that share their inputs share the sums.
 
     Args:
-        block: x x^T is held for so many inputs together, a multiple of every group size; 0: squares
-            alone are summed.
+        block: inputs whose x x^T is held together, a multiple of every group size; 0: only squares
+            are summed.
     """
 
     def __init__(self, block: int = 0) -> None:

@@ -139,7 +139,7 @@ def _most_probable(
     return sorted(np.argpartition(total, -MAX_PROBED)[-MAX_PROBED:].tolist())
 
 
-LIMITS = (  # from so many bits a weight on: mean divergence at most, share of same tokens at least
+LIMITS = (  # least bits a weight: (highest mean divergence, lowest share of same tokens)
     *((15.0, (0.005, 0.99)), (7.5, (0.02, 0.97)), (5.5, (0.1, 0.9)), (4.9, (0.2, 0.85))),
     *((3.9, (0.4, 0.8)), (2.9, (1.5, 0.5)), (0.0, (4.0, 0.2))),
 )

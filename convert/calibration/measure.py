@@ -23,7 +23,7 @@ from .feedback import Moments
 from .stream import EMBEDDING, HiddenStates, StreamedModel
 
 SAMPLE = 1 << 18  # numbers of a tensor: their error stands for all
-SHARE = 4  # of the sequences for calibration one in so many is measured on
+SHARE = 4  # every fourth sequence for calibration is measured on
 
 Advance = Callable[[int, int], None]  # layers done, of how many
 

@@ -92,7 +92,7 @@ def local_side_files(folder: Path) -> dict[str, bytes | Path]:
 def exchanged(
     files: Mapping[str, bytes | Path], tokenizer: Mapping[str, bytes | Path] | None
 ) -> Mapping[str, bytes | Path]:
-    """A checkpoint's own side files, but for another tokenizer where one is given."""
+    """A checkpoint's side files, with another tokenizer if one is given."""
     if tokenizer is None:
         return files
     model_files = {n: content for n, content in files.items() if not _is_tokenizer_file(n)}

@@ -178,7 +178,7 @@ def generation_rate(times: Sequence[Sequence[float]]) -> float:
 
 
 def has_room(llm: "LLM", context: int, batch: int, tokens: int) -> bool:
-    """Whether the KV cache holds so many requests at once; else one waits for another's end."""
+    """Whether the KV cache holds `batch` requests at once; else one waits for another's end."""
     stats = llm.stats()
     length = min(context + tokens + GOES_ON, llm.model_info.max_context or context)
     return batch == 1 or all(

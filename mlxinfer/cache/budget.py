@@ -10,13 +10,13 @@ from .layout import LayerCache
 from .paged import GroupKey, PagedLayer
 from .pages import AttentionWindow
 
-MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
-SNAPSHOT_SHARE = 4  # snapshots of states take one part in so many of what is left
+MAX_RUNNING_SHARE = 4  # tails and states may take a quarter of the budget
+SNAPSHOT_SHARE = 4  # snapshots of states take a quarter of what is left
 MAX_BARE_PAGES = 1 << 16  # of models that keep nothing in pages: page numbers only
 # Pages of layers that only other ranks have; those ranks say how many they have room for.
 MAX_ABSENT_PAGES = 1 << 20
 FIRST_PAGES = 16  # arrays start small: a first question takes little memory
-# Smaller arrays double. Larger ones have a multiple of so many pages, so that their bytes fill
+# Smaller arrays double. Larger ones have a multiple of DOUBLED pages, so that their bytes fill
 # whole pages of the machine's memory (16 KB). Otherwise MLX may reuse a buffer that is much larger
 # than the array, and then the next write copies the array instead of writing in place.
 DOUBLED = 128

@@ -56,7 +56,7 @@ class LessBias(Affine):
     """
 
     num_heads: int  # of keys
-    num_axes: int  # positions by which a key turns: 3 with M-RoPE, else 1
+    num_axes: int  # positions by which a key rotates: 3 with M-RoPE, else 1
     layer: PagedLayer  # says what the bias adds
 
     names: ClassVar[tuple[str, ...]] = (*Affine.names, "places")
@@ -126,14 +126,14 @@ class KeyValueLayer(PagedLayer):
     @classmethod
     def of(cls, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> "KeyValueLayer":
         """Keys and values in one vector where one format can hold both, else apart."""
-        turning, dim, fmt = spec.turning, spec.value_dim, formats[0]
-        blocks = turning & (turning - 1) == 0 and turning >= 2 and dim % turning == 0
-        in_one = turning > 0 and fmt == formats[1] and (not fmt.bits or turning % 8 == 0)
+        rope_dims, dim, fmt = spec.rope_dims, spec.value_dim, formats[0]
+        blocks = rope_dims & (rope_dims - 1) == 0 and rope_dims >= 2 and dim % rope_dims == 0
+        in_one = rope_dims > 0 and fmt == formats[1] and (not fmt.bits or rope_dims % 8 == 0)
         if spec.key_bias or in_one or not rotatable(spec.key_dim):
             formats = unrotated(formats)
         if in_one and (blocks or not formats[0].rotates):
             return JointLayer(spec, formats, dtype)
-        return KeyValueLayer(replace(spec, turning=0), formats, dtype)
+        return KeyValueLayer(replace(spec, rope_dims=0), formats, dtype)
 
     @staticmethod
     def windowed(spec: KVSpec, options: KVOptions) -> KVSpec:
@@ -303,7 +303,7 @@ class KeyValueLayer(PagedLayer):
         return form.variant(PREFILL)
 
     def heads_of(self, mixer: Any) -> Heads | None:
-        dim, joint = self.spec.key_dim, self.spec.turning
+        dim, joint = self.spec.key_dim, self.spec.rope_dims
         if not self._formats_in_kernels or mixer.make_heads is None:
             return None
         if dim != self.spec.value_dim or dim % 8 or dim > MAX_DIM:
@@ -351,14 +351,14 @@ class KeyValueLayer(PagedLayer):
 class JointLayer(KeyValueLayer):
     """Key and value in one vector for each token and head: one plane.
 
-    D = numbers of a key and of a value, t = numbers of a key that turn with its position.
+    D = numbers of a key and of a value, t = numbers of a key that rotate with its position.
 
     Some layers use their keys as values too (those of Gemma 4 that see everything). Then a key
-    differs from its value only in the numbers that turn: pairs (i, i + D / 2), i < t / 2. A vector
-    has three parts: the value's numbers at the places that turn (t), its other numbers (D - t), and
-    the key's numbers that turn (t). Its first D numbers are the value and its last D the key. Both
-    have an order of their own: queries are brought into it, and outputs back out of it. At D 512
-    and t 128 a vector has 640 numbers instead of 1,024, and reading computes nothing.
+    differs from its value only in the numbers that rotate: pairs (i, i + D / 2), i < t / 2. A
+    vector has three parts: the value's numbers at the places that rotate (t), its other numbers
+    (D - t), and the key's numbers that rotate (t). Its first D numbers are the value and its last D
+    the key. Both have an order of their own: queries are brought into it, and outputs back out of
+    it. At D 512 and t 128 a vector has 640 numbers instead of 1,024, and reading computes nothing.
 
     With 4 bits, blocks of t numbers are multiplied by a Hadamard matrix before they are stored.
     This spreads outliers of single channels over the whole block. The matrix is its own inverse,
@@ -366,31 +366,28 @@ class JointLayer(KeyValueLayer):
     """
 
     def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:
-        dim, turning = spec.value_dim, spec.turning
-        assert spec.key_dim == dim > turning > 0
+        dim, rope_dims = spec.value_dim, spec.rope_dims
+        assert spec.key_dim == dim > rope_dims > 0
         self.subtracts_bias = self._as_they_are = self._rotates_values = False
         kinds = [(formats[0], spec.joint_dim)]
         PagedLayer.__init__(self, spec, formats, dtype, kinds, heads=spec.num_kv_heads)
-        self.form = ("joint", spec.num_kv_heads, dim, turning, formats)
-        self._block = turning if formats[0].rotates else 0
-        self._dim, self._turning = dim, turning
-        turns = np.arange(dim) % (dim // 2) < turning // 2
-        turning_places, still = np.flatnonzero(turns), np.flatnonzero(~turns)
-        value_order = np.concatenate([turning_places, still])
+        self.form = ("joint", spec.num_kv_heads, dim, rope_dims, formats)
+        self._block = rope_dims if formats[0].rotates else 0
+        self._dim, self._rope_dims = dim, rope_dims
+        is_rotated = np.arange(dim) % (dim // 2) < rope_dims // 2
+        rotated, others = np.flatnonzero(is_rotated), np.flatnonzero(~is_rotated)
+        value_order = np.concatenate([rotated, others])
         self._value_order = mx.array(value_order)
-        self._turning_places = mx.array(turning_places)
-        self._key_order = mx.array(np.concatenate([still, turning_places]))
+        self._rotated = mx.array(rotated)
+        self._key_order = mx.array(np.concatenate([others, rotated]))
         self._places = mx.array(np.argsort(value_order))  # of values as they are
 
     def views(self) -> tuple[Plane, Plane]:
         """Keys are the last D numbers of a vector, and values the first."""
-        return self.planes[0].cut(self._turning, self._dim), self.planes[0].cut(0, self._dim)
+        return self.planes[0].cut(self._rope_dims, self._dim), self.planes[0].cut(0, self._dim)
 
     def encode(self, keys: mx.array, values: mx.array) -> Stored:
-        parts = [
-            mx.take(values, self._value_order, axis=-1),
-            mx.take(keys, self._turning_places, axis=-1),
-        ]
+        parts = [mx.take(values, self._value_order, axis=-1), mx.take(keys, self._rotated, axis=-1)]
         return [self.formats[0].encode(self._spread(mx.concatenate(parts, axis=-1)))]
 
     def rotate(self, heads: mx.array) -> mx.array:

@@ -36,7 +36,7 @@ Formats = tuple[KVFormat, KVFormat]  # of keys and values
 KeyBias = Callable[[mx.array, mx.array], mx.array]
 """`bias(positions, heads)`: what it adds to these heads (N,) of keys there, (N, D) float32.
 
-With the rotary turn that keys have. Positions are (N,), or (3, N) with M-RoPE.
+With the rotation by rope that keys have. Positions are (N,), or (3, N) with M-RoPE.
 """
 KEY_BIAS = (
     "kv_bits=4 stores keys in 4 bits, and this model adds biases to its keys that cannot be told "

@@ -83,7 +83,7 @@ class BlocksLayer(IndexLayer):
 
         Args:
             raw: (T, raw) what tokens bring to their blocks.
-            positions: (T,), or (3, T) with M-RoPE, by which they turn.
+            positions: (T,), or (3, T) with M-RoPE, by which they rotate.
         """
         axes = mx.broadcast_to(positions, (self.spec.rope_axes, len(raw)))
         stored = [raw[:, None], axes.T[:, None]]  # (T, 1, W) each

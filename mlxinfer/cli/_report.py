@@ -79,7 +79,7 @@ class Extent:
     steps: int  # of greedy decoding with and without kernels
     long: int  # tokens of a prompt before such steps
     soak_s: float  # seconds of requests while memory is watched
-    speed_s: float  # no measurement of a model begins after so many seconds
+    speed_s: float  # no measurement of a model begins after this time
 
 
 class GreedyAnswers(NamedTuple):

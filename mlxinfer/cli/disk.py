@@ -283,7 +283,7 @@ def info(folder: Path, as_json: bool) -> None:
 @yes_option
 @json_option
 def clear(folder: Path, yes: bool, as_json: bool) -> None:
-    """Delete the cache of all models, but for saved sessions. Running servers keep working."""
+    """Delete the cache of all models, except saved sessions. Running servers keep working."""
     confirm(f"Delete the KV pages in {folder}?", yes)
     freed = 0
     for space, entries in _spaces(folder):

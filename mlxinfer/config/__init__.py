@@ -57,7 +57,7 @@ class DiskOptions:
     folder: Path
     max_bytes: int  # of all entries together, those of other models included
     identity: Callable[[float], str | None]
-    """Waits so many seconds for the identity of the weights; None: it is not known yet. Pages are
+    """Waits at most these seconds for the identity of the weights; None: not known yet. Pages are
     valid for one model only."""
 
 

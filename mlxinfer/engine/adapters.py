@@ -29,7 +29,7 @@ class AdapterTable:
     """Adapters by name. Requests may name those that are completely loaded.
 
     Args:
-        reserve: makes room for so many bytes of all adapters together; False: there is none.
+        reserve: makes room for the bytes of all adapters together; False: there is none.
         renamed: called when requests may name others.
     """
 

@@ -40,7 +40,7 @@ class Sequence:
 
     request: Request
     max_known: int  # tokens of prompt and answer, whatever ends it: max_tokens, context or pool
-    token_ids: list[int]  # prompt and answer, as far as known
+    token_ids: list[int]  # prompt and answer, if known
     num_prompt: int
     pictures: PromptPictures | None = None  # in the prompt; None: it is text alone
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
@@ -52,7 +52,7 @@ class Sequence:
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     lease: Lease | None = None  # on what it shares with others; None: not running
-    names: PageNames | None = None  # of its pages, as far as they were asked for
+    names: PageNames | None = None  # of its pages; None: they were not asked for
     # a step was launched since it got its slot, with the copies that it needed
     started: bool = False
     num_logits: int = 0  # positions with logits given out, where they were asked for
@@ -109,7 +109,7 @@ class Segment:
     sealed: int  # positions in pages before this step; the tail starts here
     slot: int  # of the tail
     tables: list[PageTable]  # one per layer group
-    num_samples: int  # the last so many rows give a token each
+    num_samples: int  # rows at the end that give a token each
     output_index: int  # which token of the answer the first of them gives, from 0
     is_chunk: bool = False  # written to pages (a prefill chunk), not to the tail alone
     row: int = 0  # of the first token in the flat list
@@ -271,7 +271,7 @@ class SamplingRows:
     slots: tuple[int, ...]  # (R,)
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
     flat_rows: Ints | None  # (R,) the logits of these give it; None: all rows of the step, in order
-    num_free: int  # the first so many have no grammar
+    num_free: int  # rows without a grammar, which come first
     proposals: Proposals | None = None  # None: the step verifies nothing
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ class StepInputs:
 
     metadata: StepMetadata
     follows: bool  # its ids are the tokens of the step before, in order: the next two are None
-    known_ids: Ints | None  # (T,) ids as far as the host knows them
+    known_ids: Ints | None  # (T,) ids that the host knows
     pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
     work: CacheWork
     num_slots: int  # tails that must be there

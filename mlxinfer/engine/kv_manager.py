@@ -332,7 +332,7 @@ class KVManager:
             del self._prompts[places[0]]
 
     def prompt_of(self, place: Place) -> tuple[Namespace | None, list[int]]:
-        """Namespace and ids, as far as computed, of the last request of a slot that ended.
+        """Namespace and ids (computed ones only) of the last request of a slot that ended.
 
         Raises:
             InvalidRequestError: there was none.

@@ -28,7 +28,7 @@ MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held
 SAVE_CHUNK_BYTES = 64 * 2**20
 SAVE_S = 10.0  # how long a shutdown may take to save what is cached
 FORGET = 0.8  # weight of what was measured before, at each new measurement
-TRIES = 16  # of so many fetches that seem too slow, one is made: a disk may have become quicker
+TRIES = 16  # one in 16 fetches that seem too slow is made: a disk may have become quicker
 
 Place = tuple[int, int]
 """Page number, layer group."""
@@ -266,7 +266,7 @@ class PageStore:
                 return
 
     def chunks(self, spills: Seq[PageTransfer]) -> Iterator[list[PageTransfer]]:
-        """Pieces of a moderate size, as far as the disk may hold them."""
+        """Pieces of a moderate size that the disk may hold."""
         chunk: list[PageTransfer] = []
         room, total = SAVE_CHUNK_BYTES, self._max_bytes
         for spill in spills:
@@ -388,7 +388,7 @@ class PageStore:
         return self._num_refused % TRIES == 0
 
     def computing_s(self, num_tokens: int) -> float | None:
-        """Seconds that so many tokens of a prompt take here; None: nothing was measured."""
+        """Seconds to compute `num_tokens` of a prompt here; None: nothing was measured."""
         return self._computing.seconds_for(num_tokens)
 
     def step_ended(self, *, num_prefill: int, num_tokens: int, began_s: float) -> None:

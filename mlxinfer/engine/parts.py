@@ -28,7 +28,7 @@ from .scheduler import Scheduler
 from .suspects import Suspects
 
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
-RECEIVED_SHARE = 4  # one part in so many of the KV cache's bytes, for pages that come from peers
+RECEIVED_SHARE = 4  # a quarter of the KV cache's bytes is for pages that come from peers
 
 
 class EngineParts:

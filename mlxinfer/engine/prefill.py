@@ -13,8 +13,8 @@ from typing import NamedTuple
 from ..fair import Shares, Tenant
 from .batch import Batch, Sequence
 
-# Prompt tokens of a step before any step was timed. A prompt alone has so many in each step at
-# least, until the GPU stops one: smaller steps would cost a few percent on a slow machine.
+# Prompt tokens of a step before any step was timed. A prompt alone has at least these in each
+# step, until the GPU stops one: smaller steps would cost a few percent on a slow machine.
 UNTIMED = 64
 GAIN = 0.99  # a step of twice the tokens is tried while it cuts the time of a token to this share
 CLOSE = 1.015  # a step size is good if its tokens take at most this much longer than the quickest
@@ -56,8 +56,8 @@ class PrefillSizer:
         slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
             takes `fixed` tokens, half of that while others run.
         fixed: whole pages; None: `most`. A step takes more only for tokens that see each other.
-        num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
-            follow each other from one token of an answer to the next.
+        num_stages: steps of different rows in flight, see `Scheduler`. All of them, each with
+            prompts, follow each other from one token of an answer to the next.
         tenants: whose work is counted: each gets its share of the tokens of a step.
 
     Attributes:

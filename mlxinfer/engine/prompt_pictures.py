@@ -61,7 +61,7 @@ class PromptPictures:
                 key_ids[place] = key
             if sees_spans and picture.sees_itself:
                 spans += _runs(picture_places)
-        has_axes = any(picture.turns is not None for picture, _ in placed)
+        has_axes = any(picture.mrope_grid is not None for picture, _ in placed)
         return PromptPictures(placed, places, key_ids, spans, rope_delta(placed), has_axes)
 
     def features(self, start: int, stop: int) -> Iterator[FeatureRows]:
@@ -105,9 +105,9 @@ def feature_keys(picture: Picture) -> list[int]:
     """The key ids (N,) of a picture's features: 61 bits each.
 
     An id is a hash of all that a feature's keys and values depend on: the picture's digest, the
-    place in it, and how features turn and see each other.
+    place in it, and how features have positions and see each other.
     """
-    seen = picture.turns, picture.times, picture.sees_itself
+    seen = picture.mrope_grid, picture.times, picture.sees_itself
     drawn = shake_128(picture.digest + repr(seen).encode()).digest(8 * picture.num_features)
     keys: list[int] = (LEAST_KEY | np.frombuffer(drawn, "<u8") >> 3).tolist()
     return keys

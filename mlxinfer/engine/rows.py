@@ -67,7 +67,7 @@ class DecodeTimes:
         return int(max(seconds - shared, 0.0) / per_row * (1 + 1e-9))
 
     def _line(self, errors: float = 0.0) -> tuple[float, float]:
-        """Seconds that rows share, and of each row, steeper by so many standard errors.
+        """Seconds that rows share, and of each row, steeper by `errors` standard errors.
 
         Neither is negative.
         """

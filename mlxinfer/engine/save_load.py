@@ -111,6 +111,6 @@ def root_of(loop: "Loop", prompt: SavedPrompt, salt: str | None) -> bytes:
 
 
 def load(loop: "Loop", place: Place, prompt: SavedPrompt, salt: str | None) -> None:
-    """Bring a saved prompt from the disk into memory, as far as there is room."""
+    """Bring a saved prompt from the disk into memory, until memory is full."""
     namespace = namespace_of(prompt.adapter, prompt.rope_variant, salt)
     loop.scheduler.kv_manager.load(place, (namespace, list(prompt.token_ids)))

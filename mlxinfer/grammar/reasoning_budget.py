@@ -67,7 +67,7 @@ class ReasoningBudget:
         self._rule, self._inner = rule, inner
         self._left = max_tokens
         self._num_closed = 0  # tokens of the closing mark that have come
-        self._text = ""  # the end of the answer, as far as a mark may lie in it
+        self._text = ""  # the end of the answer that may hold a part of a mark
         self._phase = _Phase.BEFORE
         if rule.format.is_open(prefix):
             self._phase = _Phase.REASONING

@@ -15,7 +15,7 @@ from ..outputs import Result
 from ..text.tools.schema import resolve
 from .schema import BOUNDS, CLASS, NOTES, Schema, at, is_kept, is_kept_bound, mapped, rewrite
 
-UNENFORCED = (  # keywords that llguidance refuses, as far as `rewrite` has no equivalent
+UNENFORCED = (  # keywords that llguidance refuses and for which `rewrite` has no equivalent
     "uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains",
     "propertyNames", "unevaluatedProperties", "unevaluatedItems", "dependentSchemas",
     "dependentRequired", "dependencies",

@@ -4,7 +4,7 @@ Limits hold for size, depth and references, and numbers have to be exact. The co
 schema is bounded by the checking process (`compiler.py`). These limits keep the masks of an
 accepted schema cheap, which are filled while a step runs.
 
-Every rewrite accepts the same values (JSON Schema 2020-12), but for `format`, which is an
+Every rewrite accepts the same values (JSON Schema 2020-12), except `format`, which is an
 annotation unless llguidance knows it. What has no equivalent is left as it is, and refused when
 compiled.
 """

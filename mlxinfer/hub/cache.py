@@ -100,7 +100,7 @@ class LocalModel:
     complete: bool
     source: str  # "bundled", "cache", "lm studio", "ollama" or "folder"
     gguf: bool = False  # a file in the GGUF format, which is to be converted
-    problem: str = ""  # why it cannot be loaded, as far as config.json shows it
+    problem: str = ""  # why it cannot be loaded, if config.json shows it
 
 
 def bundled_models() -> Iterator[LocalModel]:

@@ -242,7 +242,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def wait_s(error: Exception, failures: int) -> float:
-    """Return how long to wait after so many failures in a row; the hub may ask for more."""
+    """Return how long to wait after `failures` in a row; the hub may ask for more."""
     from huggingface_hub.errors import HfHubHTTPError
 
     seconds = RETRY_WAIT_S * 2 ** (failures - 1)

@@ -27,7 +27,7 @@ class Lfm2Processor(ImageProcessor):
         tile: side of a tile in pixels.
         min_features, max_features: of a picture, or of the small view, that is not cut.
         min_tiles, max_tiles: of a picture that is cut; at most 1: none is.
-        tolerance: a picture of so many times the pixels of `max_features` is still not cut.
+        tolerance: factor on the pixels of `max_features` up to which a picture is not cut.
         has_view: a view of the whole picture follows its tiles.
         has_marks: the tokens below stand around and before features.
         begin_id, end_id, view_id: the tokens around the picture, and before the view.

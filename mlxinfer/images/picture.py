@@ -36,9 +36,9 @@ class Picture:
             such as the end of a row. It stands there as often as the tiles have features.
         digest: 16 bytes, of pixels, grids and processor: pictures of equal digests have equal
             features.
-        turns: (rows, columns) of its features for families whose positions are three-dimensional
+        mrope_grid: (rows, columns) of its features for families with three-dimensional positions
             (M-RoPE). None: its tokens have the positions of text.
-        times: of each grid of `turns`, how far its position in time is from that of the first;
+        times: of each grid of `mrope_grid`, how far its position in time is from that of the first;
             the grids of a video follow each other in one run of features.
         sees_itself: features of one run of `feature_id` see each other, in the layers that say so
             (`KVSpec.sees_spans`).
@@ -48,7 +48,7 @@ class Picture:
     token_ids: tuple[int, ...]
     feature_id: int
     digest: bytes
-    turns: tuple[int, int] | None = None
+    mrope_grid: tuple[int, int] | None = None
     sees_itself: bool = False
     times: tuple[int, ...] = (0,)
 
@@ -109,7 +109,7 @@ def rope_positions(pictures: Sequence[PlacedPicture], start: int, stop: int) -> 
     """Positions of the tokens at places [start, stop) of a sequence: time, row, column.
 
     Args:
-        pictures: of the sequence, in order. Those without `turns` have the positions of text.
+        pictures: of the sequence, in order. Those without `mrope_grid` have the positions of text.
         start, stop: of the wanted tokens, anywhere in the sequence.
 
     Returns:
@@ -133,10 +133,10 @@ def rope_delta(pictures: Sequence[PlacedPicture]) -> int:
 
 def _grids(pictures: Sequence[PlacedPicture]) -> Iterator[_Grid]:
     for picture, start in pictures:
-        if picture.turns is None:
+        if picture.mrope_grid is None:
             continue
         is_feature = np.asarray(picture.token_ids) == picture.feature_id
-        rows, columns = picture.turns
+        rows, columns = picture.mrope_grid
         size = len(picture.times) * rows * columns
         for first in np.flatnonzero(is_feature)[::size].tolist():
             yield _Grid(start + first, rows, columns, picture.times)

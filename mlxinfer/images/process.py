@@ -185,13 +185,13 @@ def _shown(reply: Message) -> Shown:
             patches = numbers[start:stop].reshape(tile["shape"])
             tiles.append(Tile(patches, tuple(tile["grid"]), tile["num_features"]))
             start = stop
-        turns = picture["turns"]
+        grid = picture["mrope_grid"]
         values = {
             **picture,
             "tiles": tuple(tiles),
             "token_ids": tuple(picture["token_ids"]),
             "digest": bytes.fromhex(picture["digest"]),
-            "turns": None if turns is None else tuple(turns),
+            "mrope_grid": None if grid is None else tuple(grid),
             "times": tuple(picture["times"]),
         }
         pictures.append(Picture(**values))

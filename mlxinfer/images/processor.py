@@ -63,16 +63,16 @@ class ImageProcessor(ABC):
         self,
         tiles: tuple[Tile, ...],
         token_ids: tuple[int, ...],
-        turns: tuple[int, int] | None = None,
+        mrope_grid: tuple[int, int] | None = None,
         times: tuple[int, ...] = (0,),
     ) -> Picture:
-        """The picture of these tiles and tokens; `turns` and `times`: see Picture."""
+        """The picture of these tiles and tokens; `mrope_grid` and `times`: see Picture."""
         return Picture(
             tiles=tiles,
             token_ids=token_ids,
             feature_id=self.feature_id,
             digest=digest_of(self, tiles),
-            turns=turns,
+            mrope_grid=mrope_grid,
             sees_itself=self.sees_itself,
             times=times,
         )

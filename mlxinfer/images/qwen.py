@@ -55,7 +55,7 @@ class QwenProcessor(ImageProcessor):
     def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         tile = self.tile([self.blocks(image, self.fit(image, max_tokens))])
         ids = (self.feature_id,) * tile.num_features
-        return self.picture((tile,), ids, turns=self.turns(tile))
+        return self.picture((tile,), ids, mrope_grid=self.mrope_grid(tile))
 
     def fit(self, image: "Image", max_tokens: int, frames: int = 1, step: int = 1) -> Size:
         """The size of a picture, or of the frames of a video; same arguments as `fit_area`."""
@@ -90,7 +90,7 @@ class QwenProcessor(ImageProcessor):
             num_features=rows * columns,
         )
 
-    def turns(self, tile: Tile) -> tuple[int, int]:
+    def mrope_grid(self, tile: Tile) -> tuple[int, int]:
         return tile.grid[1] // self.merge, tile.grid[2] // self.merge
 
 
@@ -154,7 +154,7 @@ class QwenVideos(VideoProcessor):
 
     def _picture(self, tiles: list[Tile], times: tuple[int, ...] = (0,)) -> Picture:
         ids = (self.placeholder_id,) * sum([tile.num_features for tile in tiles])
-        return self.frames.picture(tuple(tiles), ids, self.frames.turns(tiles[0]), times)
+        return self.frames.picture(tuple(tiles), ids, self.frames.mrope_grid(tiles[0]), times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

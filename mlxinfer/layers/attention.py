@@ -92,23 +92,23 @@ def heads_maker(
     """Settings of norm and rope for the kernel that does both; None: it has no such rope.
 
     Args:
-        form: of the layer, but for its rope and the formats of what is stored.
+        form: of the layer, without its rope and the formats of what is stored.
         rope: None: positions are not encoded.
         norm_weight: (num_heads + num_kv_heads, head_dim) of queries and keys; None: no norm.
         norm_eps: added to the mean square.
     """
     if rope is not None and rope.long is not None:
         return None
-    frequencies, magnitude, turning = None, 1.0, 0
+    frequencies, magnitude, rope_dims = None, 1.0, 0
     if rope is not None:
-        frequencies, turning = mx.array(inverse_frequencies(rope), mx.float32), rope.dims
-        # Where whole heads turn the attention scale has the factor, see scale_factor.
+        frequencies, rope_dims = mx.array(inverse_frequencies(rope), mx.float32), rope.dims
+        # Where whole heads rotate the attention scale has the factor, see scale_factor.
         magnitude = 1.0 if rope.dims == form.head_dim else rope.attention_factor
 
     def make(key_format: KVFormat, value_format: KVFormat, joint: int) -> Heads:
         stored = {"key_format": key_format, "value_format": value_format, "joint": joint}
         return Heads(
-            replace(form, turning=turning, **stored),  # type: ignore[arg-type]  # fields of it
+            replace(form, rope_dims=rope_dims, **stored),  # type: ignore[arg-type]  # fields of it
             norm_weight=norm_weight,
             norm_eps=norm_eps,
             frequencies=frequencies,

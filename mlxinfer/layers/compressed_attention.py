@@ -25,7 +25,7 @@ from .step import Step
 class CompressedAttention(AttentionShape, Mixer):
     """Queries of low rank over one vector a token.
 
-    As values turn with their positions too, the outputs are turned back by those of the queries.
+    As values rotate with their positions too, the outputs are rotated back by those of the queries.
     H = heads, G = groups of them.
     """
 
@@ -40,7 +40,7 @@ class CompressedAttention(AttentionShape, Mixer):
     spec: KVSpec  # what the cache keeps of the window
     softmax: Softmax  # with sinks
     rope: FusedRope  # of queries and vectors
-    back: FusedRope = field(init=False)  # turns outputs back
+    back: FusedRope = field(init=False)  # rotates outputs back
     compressor: "Compressor | None"  # of the compressed vectors; None: tokens see the window alone
 
     def __post_init__(self) -> None:
@@ -58,14 +58,14 @@ class CompressedAttention(AttentionShape, Mixer):
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        both, dim, turns = self.inputs_proj(x), self.spec.key_dim, step.prepared[self.rope]
+        both, dim, positions = self.inputs_proj(x), self.spec.key_dim, step.prepared[self.rope]
         compressed, vectors = self.q_norm(both[:, :-dim]), self.kv_norm(both[:, -dim:])
         queries = mx.unflatten(self.q_proj(compressed), -1, (self.num_heads, dim))
-        queries = self.rope(mx.fast.rms_norm(queries, None, self.q_eps), turns)
-        vectors = self.rope(vectors[:, None], turns)  # (T, 1, D)
+        queries = self.rope(mx.fast.rms_norm(queries, None, self.q_eps), positions)
+        vectors = self.rope(vectors[:, None], positions)  # (T, 1, D)
         choice = [] if self.compressor is None else [self.compressor(x, step, compressed)]
         attended = step.caches[self].attend(queries, vectors, vectors, self.softmax, *choice)
-        heads = self.back(mx.unflatten(attended, -1, (self.num_heads, dim)), turns)
+        heads = self.back(mx.unflatten(attended, -1, (self.num_heads, dim)), positions)
         groups = mx.unflatten(heads.flatten(1), -1, (self.num_groups, -1)).swapaxes(0, 1)
         return self.o_proj(
             self.group_proj(groups, transposed=True).swapaxes(0, 1).flatten(1), residual

@@ -96,8 +96,8 @@ class LatentAttention(Mixer):
         k_rope = k_rope[:, None]
         if self.rope is not None:
             qk_rope = mx.concatenate([q_rope, k_rope], axis=1)
-            turned = self.rope(qk_rope, step.prepared[self.rope])
-            q_rope, k_rope = mx.split(turned, [self.num_heads], axis=1)
+            rotated = self.rope(qk_rope, step.prepared[self.rope])
+            q_rope, k_rope = mx.split(rotated, [self.num_heads], axis=1)
         if self.rope_scale is not None:
             q_rope = q_rope * self.rope_scale
         outputs: mx.array = step.caches[self].attend(
@@ -143,8 +143,8 @@ class Indexer:
         """
         queries = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)  # (T, Hi, di)
         qk = mx.concatenate([queries, self.k_norm(self.k_proj(x))[:, None]], axis=1)
-        turned = self.rope(qk, step.prepared[self.rope])
-        queries, keys = mx.split(turned, [self.num_heads], axis=1)
+        rotated = self.rope(qk, step.prepared[self.rope])
+        queries, keys = mx.split(rotated, [self.num_heads], axis=1)
         return queries, self.weights_proj(x) * self.scale, keys[:, 0]
 
 

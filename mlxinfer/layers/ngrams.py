@@ -128,7 +128,7 @@ class CausalFilter(Mixer):
 
 
 class NgramLayer:
-    """Adds the values of a token's n-grams to each stream, as far as the stream asks for them.
+    """Adds the values of a token's n-grams to each stream that asks for them.
 
     Args:
         key_proj: of a token's rows side by side -> (T, s * hidden), a key for each stream.

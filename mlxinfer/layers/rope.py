@@ -1,9 +1,9 @@
 """Rotary position embedding of a flat list of tokens, and its frequencies.
 
-Pair i of a head turns by `position * frequency[i]`. If a context was stretched after training, the
-slow pairs turn slower. Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN
-(2309.00071), LongRoPE (2402.13753), M-RoPE (2409.12191), and the smoothing that Llama 3.1 published
-with its weights.
+Pair i of a head rotates by `position * frequency[i]`. If a context was stretched after training,
+the slow pairs rotate slower. Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595),
+YaRN (2309.00071), LongRoPE (2402.13753), M-RoPE (2409.12191), and the smoothing that Llama 3.1
+published with its weights.
 """
 
 import math
@@ -21,8 +21,8 @@ from .step import Rope, Rows
 class RopeSpec:
     """One way to encode positions, as a config states it. Layers of equal specs share a rope."""
 
-    dims: int  # dimensions of a head that turn, the first ones; even
-    # The last ones turn instead, and neighbours are pairs; else those that are dims / 2 apart.
+    dims: int  # dimensions of a head that rotate, the first ones; even
+    # The last ones rotate instead, and neighbours are pairs; else those that are dims / 2 apart.
     last: bool = False
     theta: float = 10000.0
     kind: str = "default"  # "default" | "linear" | "llama3" | "yarn" | "longrope" | "proportional"
@@ -34,10 +34,10 @@ class RopeSpec:
     beta_slow: float = 1.0  # yarn: turns below which a pair is slowed by `factor`
     truncate: bool = True  # yarn: round the range between the two to whole pairs
     pair_factors: tuple[float, ...] = ()  # longrope: how far each pair was stretched
-    num_still: int = 0  # proportional: pairs, the slowest ones, that do not turn
+    num_unrotated: int = 0  # proportional: pairs, the slowest ones, that do not rotate
     attention_factor: float = 1.0  # multiplies rotated numbers
     long: "RopeSpec | None" = None  # of sequences that may outgrow the original context; None: this
-    sections: tuple[int, ...] = ()  # M-RoPE: pairs that turn by time, row and column; empty: one
+    sections: tuple[int, ...] = ()  # M-RoPE: pairs that rotate by time, row and column; empty: one
     interleaved: bool = False  # M-RoPE: time, row and column take turns; else one after the other
 
     @property
@@ -46,11 +46,11 @@ class RopeSpec:
         return max(len(self.sections), 1)
 
     def pair_axes(self) -> list[int]:
-        """The axis of the positions by which each of the `dims // 2` pairs turns."""
+        """The axis of the positions by which each of the `dims // 2` pairs rotates."""
         if not self.interleaved:
             return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
-        turns = enumerate(i % 3 for i in range(self.dims // 2))
-        return [axis if i < 3 * self.sections[axis] else 0 for i, axis in turns]
+        axes = enumerate(i % 3 for i in range(self.dims // 2))
+        return [axis if i < 3 * self.sections[axis] else 0 for i, axis in axes]
 
     def variant(self, max_tokens: int) -> int:
         """1 for a sequence that may grow to `max_tokens` and takes `long`; else 0."""
@@ -66,10 +66,10 @@ class FusedRope:
     __slots__ = ("dims", "freqs", "magnitudes", "neighbours")
 
     def __init__(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> None:
-        still = head_dim - spec.dims if spec.last else 0  # dimensions before those that turn
-        self.dims = spec.dims + still
+        skipped = head_dim - spec.dims if spec.last else 0  # dimensions before those that rotate
+        self.dims = spec.dims + skipped
         self.neighbours = spec.last
-        self.freqs = 1 / mx.array([0.0] * (still // 2) + inverse_frequencies(spec), mx.float32)
+        self.freqs = 1 / mx.array([0.0] * (skipped // 2) + inverse_frequencies(spec), mx.float32)
         self.magnitudes = magnitudes(spec, head_dim, dtype)
 
     def backwards(self) -> "FusedRope":
@@ -78,7 +78,7 @@ class FusedRope:
         return part
 
     def some(self, pairs: mx.array) -> "FusedRope":
-        """This rope for the chosen pairs (dims / 2,) alone: the others do not turn.
+        """This rope for the chosen pairs (dims / 2,) alone: the others do not rotate.
 
         Nothing is scaled: the factor of the spec is to be applied once.
         """
@@ -94,7 +94,7 @@ class FusedRope:
         """x (T, heads, head_dim) to the same shape."""
         if self.magnitudes is not None:
             x = x * self.magnitudes
-        turned = mx.fast.rope(
+        rotated = mx.fast.rope(
             x[:, :, None],
             self.dims,
             traditional=self.neighbours,
@@ -103,16 +103,16 @@ class FusedRope:
             offset=prepared,
             freqs=self.freqs,
         )
-        return turned.squeeze(2)
+        return rotated.squeeze(2)
 
 
 class MultiRope:
-    """M-RoPE: each pair turns by one of a token's three positions: time, row or column.
+    """M-RoPE: each pair rotates by one of a token's three positions: time, row or column.
 
     Tokens of text have three equal positions. A step with such tokens only gives one position for
-    each, and runs the plain rope. Otherwise one rope for each axis turns its own pairs, and leaves
-    the others as they are. So a token with three equal positions gets the numbers of the plain
-    rope.
+    each, and runs the plain rope. Otherwise one rope for each axis rotates its own pairs, and
+    leaves the others as they are. So a token with three equal positions gets the numbers of the
+    plain rope.
     """
 
     __slots__ = ("by_axis", "plain")
@@ -212,12 +212,12 @@ def rotary_order(num_heads: int, before: int, rotary: int, width: int) -> list[i
 
 
 def scale_factor(spec: RopeSpec, head_dim: int) -> float:
-    """Factor on the attention scale: (a q)·(a k) is a² q·k where all of the head turns."""
+    """Factor on the attention scale: (a q)·(a k) is a² q·k where all of the head rotates."""
     return spec.attention_factor**2 if spec.dims == head_dim else 1.0
 
 
 def magnitudes(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> mx.array | None:
-    """(head_dim,) factors where only a part of the head turns and is scaled; else None."""
+    """(head_dim,) factors where only a part of the head rotates and is scaled; else None."""
     if spec.attention_factor == 1.0 or spec.dims == head_dim:
         return None
     factors, rest = [spec.attention_factor] * spec.dims, [1.0] * (head_dim - spec.dims)
@@ -235,8 +235,8 @@ def inverse_frequencies(spec: RopeSpec) -> list[float]:
         case "yarn":
             return _yarn(plain, spec)
         case "proportional":
-            turning = len(plain) - spec.num_still
-            return [f / spec.factor if i < turning else 0.0 for i, f in enumerate(plain)]
+            rotated = len(plain) - spec.num_unrotated
+            return [f / spec.factor if i < rotated else 0.0 for i, f in enumerate(plain)]
         case "longrope":
             return [f / factor for f, factor in zip(plain, spec.pair_factors, strict=True)]
     assert spec.kind == "default", spec.kind

@@ -31,7 +31,7 @@ Advance = Callable[[Arrays, ReadStates, PlaceStates], tuple[mx.array, Arrays]]
 
 
 class Rope(Protocol):
-    """A rotary embedding: turns the heads of each token by the token's position."""
+    """A rotary embedding: rotates the heads of each token by the token's position."""
 
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> Any:
         """Compute once a step what `__call__` needs of T tokens.

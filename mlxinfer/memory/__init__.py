@@ -73,7 +73,7 @@ def give_back_memory() -> None:
 
 
 def raise_file_limit(num_files: int) -> None:
-    """Raise the limit of open files to so many and some more, as far as the system allows it.
+    """Raise the limit of open files to `num_files` and some more, if the system allows it.
 
     macOS starts processes with a limit of 256, and a large model has as many files.
     """

@@ -228,7 +228,7 @@ def _ranks(folder: Path, fit: Fit) -> tuple[int | None, bool]:
 
 
 def _can_share(folder: Path, count: int) -> bool:
-    """Whether every layer of a model can be divided among so many ranks."""
+    """Whether every layer of a model can be divided among `count` ranks."""
     try:
         load_config(folder, Share(0, count))
     except UnsupportedModelError:

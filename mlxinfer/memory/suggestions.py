@@ -77,7 +77,7 @@ def suggestions() -> list[Suggestion]:
 
 
 def fitting(limit_bytes: int, context: int, task: str | None = None) -> list[Suggestion]:
-    """Models that fit with so many tokens of context, the largest first; `task`: good at it."""
+    """Models that fit with `context` tokens, the largest first; `task`: good at it."""
     for_task = [s for s in suggestions() if task is None or task in s.tasks]
     return sorted(
         (s for s in for_task if s.bytes_at(context) <= limit_bytes), key=lambda s: -s.bytes

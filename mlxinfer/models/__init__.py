@@ -137,7 +137,7 @@ def load_share(
         read: is called with the bytes that were read from the files.
 
     Raises:
-        UnsupportedModelError: the model cannot be spread over so many ranks; the message says why.
+        UnsupportedModelError: the model cannot be spread over these ranks; the message says why.
         others: see `load`.
     """
     from .config import load_config
@@ -311,7 +311,7 @@ def _require_text(config: "ModelConfig", folder: Path) -> None:
 
 
 def _part_of(watch: Watch | None, *, before: int = 0, after: int = 0) -> Watch | None:
-    """`watch` for a part of what is loaded, with so many bytes before and after that part."""
+    """`watch` for a part of what is loaded, with bytes before and after that part."""
     if watch is None:
         return None
     return lambda num_loaded, of: watch(before + num_loaded, before + of + after)

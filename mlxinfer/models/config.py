@@ -76,7 +76,7 @@ class ModelConfig:
     query_heads: tuple[int, ...] = ()  # by layer; empty: num_heads everywhere
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
     value_dim: int = 0  # numbers of a head's value; 0: the number of its key
-    turning: tuple[int, ...] = ()  # by layer, see `KVSpec`; empty: 0 everywhere
+    rope_dims: tuple[int, ...] = ()  # by layer, see `KVSpec`; empty: 0 everywhere
     sees_spans: tuple[bool, ...] = ()  # by layer, see `KVSpec`; empty: no layer does
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     # By layer, what it keeps in 16 bits beside keys and values; empty: no layer does.
@@ -131,7 +131,7 @@ class ModelConfig:
             self.value_dim or dim,
             window,
             chunked=self.chunked and window is not None,
-            turning=self.turning[index] if self.turning else 0,
+            rope_dims=self.rope_dims[index] if self.rope_dims else 0,
             sees_spans=bool(self.sees_spans) and self.sees_spans[index],
         )
 
@@ -322,7 +322,7 @@ _KINDS = {
     "yarn": "yarn",
     "deepseek_yarn": "yarn",  # as Sarvam calls it
     "longrope": "longrope",
-    "proportional": "proportional",  # a part of the pairs turns, at the speeds of whole heads
+    "proportional": "proportional",  # a part of the pairs rotates, at the speeds of whole heads
     "su": "longrope",  # as Microsoft first called it
 }
 
@@ -364,7 +364,7 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
         return _proportional(stated, head_dim, dims)
     if dims < 2 or dims % 2:
         raise CheckpointError(
-            f"{stated.where} turns {dims} of {head_dim} dimensions; expected an even number."
+            f"{stated.where} rotates {dims} of {head_dim} dimensions; expected an even number."
         )
     theta = stated.number("rope_theta", above=1.0)
     if raised:
@@ -444,13 +444,15 @@ def _one_of(new: Fields | None, old: Fields | None) -> Fields | None:
 
 def _proportional(stated: Fields, head_dim: int, dims: int) -> RopeSpec:
     if head_dim % 2:
-        raise CheckpointError(f"{stated.where} turns heads of {head_dim}; expected an even number.")
+        raise CheckpointError(
+            f"{stated.where} rotates heads of {head_dim}; expected an even number."
+        )
     return RopeSpec(
         dims=head_dim,
         theta=stated.number("rope_theta", above=1.0),
         kind="proportional",
         factor=stated.number("factor", low=1e-3, high=1e6, default=1.0),
-        num_still=head_dim // 2 - dims // 2,
+        num_unrotated=head_dim // 2 - dims // 2,
     )
 
 

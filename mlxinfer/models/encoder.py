@@ -36,7 +36,7 @@ class NormedSumLayer(Layer):
 
 
 class SummedEmbeddings:
-    """norm(token + position + token type), as far as there are tables of these.
+    """norm(token + position + token type), of those that have tables.
 
     Args:
         positions: (max_positions, hidden), or None.
@@ -87,7 +87,7 @@ class Encoder(Family):
     Attributes:
         prefixes: of the hub's names, which say nothing.
         left_out: beginnings of names that carry nothing here: heads of other tasks.
-        rotary: positions turn heads; else they have a table.
+        rotary: positions rotate heads; else they have a table.
     """
 
     prefixes: ClassVar[Sequence[str]] = ()

@@ -1,4 +1,4 @@
-"""Reads the matrices of a layer's experts, in whichever layout a checkpoint has them."""
+"""Reads the matrices of a layer's experts, in any layout of a checkpoint."""
 
 from collections.abc import Sequence
 from typing import ClassVar

@@ -119,13 +119,13 @@ class Family:
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         """The rope of each layer; None: the layer has no positions."""
-        pairs = [*zip(layer_types, cls.turning(fields, layer_types), strict=True)]
-        turning = {kind for kind, turns in pairs if turns}
-        by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in turning}
-        return tuple(by_type[kind] if turns else None for kind, turns in pairs)
+        pairs = [*zip(layer_types, cls.layers_with_rope(fields, layer_types), strict=True)]
+        with_rope = {kind for kind, has_rope in pairs if has_rope}
+        by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in with_rope}
+        return tuple(by_type[kind] if has_rope else None for kind, has_rope in pairs)
 
     @classmethod
-    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+    def layers_with_rope(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
         """Whether the tokens of each layer have positions."""
         return [True] * len(layer_types)
 
@@ -387,7 +387,7 @@ class Family:
         )
 
     def head_order(self, num_heads: int, index: int) -> Sequence[int] | None:
-        """The checkpoint's index of each number of so many heads of Q or K; None: as it is here."""
+        """The checkpoint's index of each number of the heads of Q or K; None: as it is here."""
         return None
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
@@ -490,7 +490,7 @@ def no_positions(
 
 
 def in_windows(fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
-    """As `Family.turning`: tokens of layers with windows have positions, and no others."""
+    """As `Family.layers_with_rope`: tokens of layers with windows have positions, and no others."""
     return [kind != FULL for kind in layer_types]
 
 

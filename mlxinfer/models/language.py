@@ -141,7 +141,7 @@ class LanguageModel(Protocol):
 
     @property
     def rope_axes(self) -> int:
-        """Positions of a token by which keys and queries turn: 1, or 3 with M-RoPE."""
+        """Positions of a token by which keys and queries rotate: 1, or 3 with M-RoPE."""
         ...
 
     @property

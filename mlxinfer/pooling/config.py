@@ -84,7 +84,7 @@ class PoolingConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None  # name of the one that is used if nothing is said
     similarity: str = "cosine"  # between two vectors, of `SIMILARITIES`
-    max_tokens: int | None = None  # of a text, as far as the files say
+    max_tokens: int | None = None  # of a text; None: the files do not say
     lowercase: bool = False  # texts are read in lower case
     matryoshka: tuple[int, ...] = ()  # lengths that vectors may be cut to; empty: any
     head: Head | None = None  # of a model that scores

@@ -42,7 +42,7 @@ class PoolingRequest:
     tenant: Tenant = NOBODY  # whose share of passes it takes
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first pass was launched
-    vectors: Any = None  # (rows, dim) float32, as far as they are computed; set by the loop
+    vectors: Any = None  # (rows, dim) float32, those that are computed; set by the loop
     num_missing: int = 0  # rows without a vector yet
 
     @property

@@ -80,7 +80,7 @@ class OtherAdapters(FollowerAdapters):
         self._others.tell("remove_adapter", number)
 
     def _all_answered(self, number: int, timeout_s: float) -> bool:
-        """Whether all have answered about this adapter, each within so many seconds."""
+        """Whether all have answered about this adapter, each within `timeout_s`."""
         while len(self._answers.get(number, ())) < self._others.count:
             answer = self._others.hear(messages.AdapterDone, timeout_s)
             if answer is None:

@@ -56,7 +56,7 @@ class Connection:
         return self._exactly(length)
 
     def receive_within(self, seconds: float) -> bytes:
-        """The next frame, which must begin within so many seconds.
+        """The next frame, which must begin within `seconds`.
 
         Seconds in which this process was suspended do not count. Raises EOFError if no frame comes,
         and as `receive`.

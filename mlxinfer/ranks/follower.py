@@ -239,7 +239,7 @@ class Follower:
         self._in_flight = _InFlight(computed, arrays)
 
     def _commit(self, num_kept: dict[int, int]) -> None:
-        """Keep so many tokens of a step with proposals, see `Forward.take_back`."""
+        """Keep some tokens of a step with proposals by slot, see `Forward.take_back`."""
         self._running.take_back(num_kept)
 
     def _reset(self) -> None:

@@ -185,7 +185,7 @@ class RankGroup(Followers):
         """Bytes that the KV cache of each rank may take, by the rank with the least room.
 
         Args:
-            room: on this machine, beside so many bytes of weights and the adapters of one rank.
+            room: on this machine, beside given bytes of weights and the adapters of one rank.
             own_bytes: of this rank's weights, with those of a draft that it has alone.
         """
         others = [one.weights_bytes + adapter_bytes for one in self.loaded]

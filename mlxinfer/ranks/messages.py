@@ -107,7 +107,7 @@ class Others:
 
     count: int  # how many there are
     tell: Callable[..., None]  # sends an order to all of them: its name and arguments
-    # takes the next answer of a kind; None: none came within so many seconds
+    # takes the next answer of a kind; None: none came within the seconds that are given
     hear: Callable[[type, float], Any]
     # ends the group, and returns the error to raise
     fail: Callable[[BaseException], RanksFailedError]

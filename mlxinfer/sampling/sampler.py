@@ -246,7 +246,7 @@ class Sampler:
             slots: (R,) cheapest as the same tuple while the batch stays the same. A slot may have
                 several rows, each with its own `counts` and `recent`.
             counts: (R,) index of each token that is chosen: how many its answer has before it.
-            recent: (R, n) int32 the last tokens before it as far as they were not observed, and -1;
+            recent: (R, n) int32 the last tokens before it that were not observed, then -1;
                 None: all were.
             mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
             proposed: (R,) proposals that are taken or redrawn by rejection sampling; empty: none.

@@ -13,7 +13,7 @@ class TokenBuffer:
     """Token ids in the order in which they came.
 
     Args:
-        last: only the newest so many are kept; None: all are.
+        last: number of the newest tokens that are kept; None: all are.
     """
 
     __slots__ = ("_last", "_room", "_stop")

@@ -276,7 +276,7 @@ class Call(Exchange):
         return None if self._counts is None else self._counts.reuse
 
     def _enter(self, prompts: Sequence[int]) -> None:
-        """Wait for the engine with prompts of so many tokens."""
+        """Wait for the engine; `prompts`: the number of tokens of each."""
 
         def give_up(error: OverloadedError) -> None:
             self._count_rejection()

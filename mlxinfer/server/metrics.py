@@ -204,7 +204,7 @@ class RequestMetrics:
 
     @contextmanager
     def pooling(self, num_tokens: int) -> Iterator[None]:
-        """Count a request for vectors or scores of so many tokens, while the block runs."""
+        """Count a request for vectors or scores of `num_tokens`, while the block runs."""
         began_s, reason = time.monotonic(), "error"
         self.num_running += 1
         try:

@@ -415,7 +415,7 @@ class ModelRegistry:
         return slot.not_loaded(pause_s)
 
     async def _make_room(self, slot: ModelSlot, num_bytes: int) -> None:
-        """Unload idle models, the longest unused first, until so many bytes more fit."""
+        """Unload idle models, the longest unused first, until `num_bytes` more fit."""
         while (over := self.held_bytes + num_bytes - self.limit_bytes) > 0:
             idle = sorted((s for s in self._slots if s.idle), key=lambda s: s.used_s)
             if sum(s.held_bytes for s in idle) < over:

@@ -256,7 +256,7 @@ class UnloadAdapterRequest(RequestBody, kw_only=True):
 
     lora_name: str
     lora_int_id: int | None = None  # vLLM's number; not needed
-    base_model_name: str | None = None  # null: whichever has it
+    base_model_name: str | None = None  # null: any that has it
 
 
 async def load_adapter(call: Call, body: LoadAdapterRequest) -> Plain:

@@ -122,13 +122,13 @@ class RegistryEntry:
     """One model that a server may load.
 
     Attributes:
-        load: makes the model run within so many bytes, weights and KV cache together (the cache
+        load: makes the model run within given bytes, weights and KV cache together (the cache
             alone has `kv_bytes`, where that is given); called off the event loop.
         weights_bytes: as its files say. The true size is known once it was loaded.
         aliases: further names that requests may use; `*` in one stands for anything.
         kv_bytes: a KV budget of its own; None: a share of the server's.
         pinned: loaded at the start, and never unloaded.
-        preload: loaded at the start, as far as there is room.
+        preload: loaded at the start, if there is room.
         ttl_s: seconds without a request after which it is unloaded; None: never.
         created_s: seconds since 1970.
         source: a repository, a folder or a bundled name by which the model was asked for.

@@ -78,8 +78,8 @@ class Input(ABC):
         id_slot: a number by which the owner may save the prompt; None: it cannot be saved.
         from_peer: another server asks for the pages of the prompt.
         reports_prompt: steps say how far the prompt is computed.
-        prompt_logprobs: score the prompt's own tokens, and name so many of the most probable ones
-            at each position; None: do not.
+        prompt_logprobs: score the prompt's own tokens, and name this number of the most probable
+            ones at each position; None: do not.
         pins: the KV cache of the prompt is evicted last.
         abandoned: says whether the caller has left. It is called while pictures are read.
 

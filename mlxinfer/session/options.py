@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together, where a model needs no more
 PAGES_VARIABLE = "MLXINFER_PAGE_SIZE"  # of the environment; 32: pages of twice as many
 PREFILL_SLICE_MS = 250
-FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
+FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # an eighth of max_memory, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LEAST_WITH_SPANS = 288  # where a step computes a whole picture: Gemma 4 has 280 tokens of one
@@ -320,7 +320,7 @@ class EngineOptions:
         kv_bytes: int,
         peers: PeerOptions | None = None,
     ) -> EngineConfig:
-        """The sizes of an engine for a loaded model with a KV cache of so many bytes, and its disk.
+        """The sizes of an engine for a loaded model with a KV cache of given bytes, and its disk.
 
         The features of pictures take a part of these bytes, where a model sees.
         A prefix cache that the model cannot have is left out: answers are the same without it.

@@ -207,7 +207,7 @@ class RowBuilder:
     ) -> list[TokenRow]:
         """Rows of texts behind a prompt. Lists of token ids become rows without the prompt.
 
-        `truncate`: cut rows to so many tokens, or (True) to the model's limit; False: refuse.
+        `truncate`: cut rows to this number of tokens (True: the model's limit); False: refuse.
         """
         limit = self.limit(truncate)
         cut = truncate is not False

@@ -118,7 +118,7 @@ class Acceptance:
 
 
 def relative_cost(rows: int) -> float:
-    """The time of a step of so many rows, in steps of one row."""
+    """The time of a step of `rows` rows, in steps of one row."""
     if rows <= len(CURVE):
         return CURVE[max(rows, 1) - 1]
     return CURVE[-1] + SLOPE * (rows - len(CURVE))

@@ -190,7 +190,7 @@ class DraftProposer(ProposalSource):
         """A new counterpart; others that this step does not need may have to go for it.
 
         Args:
-            offset: of its tokens, so many in front are left out.
+            offset: number of its first tokens that are left out.
             salt: of the namespace in which prefixes are shared.
         """
         ids = sequence.token_ids[offset:]

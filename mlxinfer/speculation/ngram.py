@@ -95,7 +95,7 @@ class NgramProposer(ProposalSource):
     """Proposes what followed before. Each guess is scored as tokens come, proposed or not.
 
     Args:
-        searches: at most so many sequences without a match are searched for in one step.
+        searches: sequences without a match that are searched for in one step, at most.
     """
 
     name = NGRAM

@@ -51,7 +51,7 @@ def open_speculation(
     Call it on the thread that runs the model.
 
     Args:
-        kv_bytes: for both KV caches, beside so many bytes of a draft's weights.
+        kv_bytes: for both KV caches, by the bytes of a draft's weights.
 
     Raises:
         InvalidRequestError: this model cannot verify proposals, and they were asked for by name;
@@ -140,7 +140,7 @@ def _with_hidden_states(model: LanguageModel, kind: str) -> Model | StageModel:
 def _share_budget(
     config: EngineConfig, budget: int, model: LanguageModel, network: Any
 ) -> tuple[EngineConfig, EngineConfig]:
-    """The sizes of a model's engine and of a draft's cache, which share so many bytes.
+    """The sizes of a model's engine and of a draft's cache, which share `budget` bytes.
 
     The draft's KV cache has room for as many tokens as the model's, at full precision.
     """

@@ -130,7 +130,7 @@ class Speculation(Proposer):
     # -- the engine's Proposer ------------------------------------------------------------------
 
     def choose_depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
-        """The most proposals that any sequence will have, as far as it can be foreseen.
+        """The most proposals that any sequence is expected to have.
 
         A turn may ask twice: before it reads the step in flight, and after.
 

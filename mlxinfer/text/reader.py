@@ -86,7 +86,7 @@ class TextReader:
         return taken
 
     def run(self, pattern: re.Pattern[str]) -> Parse[str]:
-        """Read the characters that match here, as far as they have arrived; "" where the run ends.
+        """Read the characters that match here and have arrived; "" where the run ends.
 
         Args:
             pattern: one character class, repeated, so that a piece of a run matches too.

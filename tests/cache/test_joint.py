@@ -17,7 +17,7 @@ from mlxinfer.engine.batch import step_metadata
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, GROUP, DIM = 2, 3, 64
-SPEC = KVSpec(HEADS, DIM, DIM, turning=16)
+SPEC = KVSpec(HEADS, DIM, DIM, rope_dims=16)
 LENGTHS, QUERIES = (37, 50, 5), (1, 20, 3)
 PAGES = ([6, 1, 4], [0, 3, 8, 9, 10], [5])
 
@@ -28,10 +28,10 @@ def vectors(count: int, heads: int, seed: int) -> mx.array:
 
 
 def keys_and_values(count: int, seed: int) -> tuple[mx.array, mx.array]:
-    """Keys (T, H, D) that are their values but for the numbers that turn."""
+    """Keys (T, H, D) that are their values but for the numbers that rotate."""
     values, others = vectors(count, HEADS, seed), vectors(count, HEADS, seed + 1)
-    turns = mx.arange(DIM) % (DIM // 2) < SPEC.turning // 2
-    return mx.where(turns, others, values), values
+    is_rotated = mx.arange(DIM) % (DIM // 2) < SPEC.rope_dims // 2
+    return mx.where(is_rotated, others, values), values
 
 
 def step(layer: KeyValueLayer, short: list[Tokens], long: list[Tokens], seed: int) -> mx.array:
@@ -69,7 +69,7 @@ def test_attends_as_keys_and_values_apart(bits: Bits) -> None:
     sizes: dict[str, Any] = {"num_pages": 11, "num_slots": 3}
     joint = layer_of(SPEC, bits, **sizes)
     assert isinstance(joint, JointLayer)
-    apart = layer_of(replace(SPEC, turning=0), bits, **sizes)
+    apart = layer_of(replace(SPEC, rope_dims=0), bits, **sizes)
     worst = {None: 1e-5, 8: 0.01, 4: 0.15}[bits[0]]  # of the mean: codes are of other groups
     for ours, theirs in zip(attended(joint), attended(apart), strict=True):
         off = np.abs(np.array(ours) - np.array(theirs))
@@ -87,7 +87,7 @@ def test_a_token_takes_80_numbers_of_128() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "turning", "kept"),
+    ("bits", "rope_dims", "kept"),
     [
         ((None, None), 12, True),
         ((8, 8), 16, True),
@@ -97,7 +97,7 @@ def test_a_token_takes_80_numbers_of_128() -> None:
         ((4, 4), 24, False),
     ],
 )
-def test_one_format_holds_both_or_they_are_apart(bits: Bits, turning: int, kept: bool) -> None:
-    specs = [replace(SPEC, turning=turning)]
+def test_one_format_holds_both_or_they_are_apart(bits: Bits, rope_dims: int, kept: bool) -> None:
+    specs = [replace(SPEC, rope_dims=rope_dims)]
     [layer] = lay_out(specs, KVOptions(bits=bits), dtype=mx.float16, key_bias=False)
-    assert layer.spec == replace(SPEC, turning=turning if kept else 0)
+    assert layer.spec == replace(SPEC, rope_dims=rope_dims if kept else 0)

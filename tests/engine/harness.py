@@ -34,9 +34,9 @@ HYBRIDS = {  # places of recurrent layers among those of attention
     "recurrent qwen3-v4": (0, 1, 2),
 }
 
-TURNING = {  # cases with M-RoPE: of which other case, and the sections of their ropes
-    "turning qwen3-v5": ("qwen3-v5", {"mrope_section": [5, 4, 3]}),
-    "turning mistral-v5": ("mistral-v5", {"mrope_section": [4, 4, 4], "mrope_interleaved": True}),
+MROPE = {  # cases with M-RoPE: of which other case, and the sections of their ropes
+    "mrope qwen3-v5": ("qwen3-v5", {"mrope_section": [5, 4, 3]}),
+    "mrope mistral-v5": ("mistral-v5", {"mrope_section": [4, 4, 4], "mrope_interleaved": True}),
 }
 QUANTIZED = {"group_size": 32, "bits": 4}
 
@@ -49,9 +49,9 @@ def tiny_model(case: str, *, quantized: bool = False) -> Model:
 
 
 @cache
-def turning_model(case: str) -> Model:
+def mrope_model(case: str) -> Model:
     """A tiny quantised model that turns by three positions."""
-    base, sections = TURNING[case]
+    base, sections = MROPE[case]
     changes = {"rope_parameters": {**tiny_config(base)["rope_parameters"], **sections}}
     changes |= {"attention_bias": False}  # 4-bit keys are refused with biases before a norm
     return load(tiny_checkpoint(Path(mkdtemp()), base, quantize=QUANTIZED, **changes))
@@ -286,8 +286,8 @@ def model_of(case: str) -> Model:
         return zoo_model(case.split()[1])
     if case in ("bonsai 2", "puzzle"):
         return packed_model() if case == "bonsai 2" else puzzle_model()
-    if case in TURNING:
-        return turning_model(case)
+    if case in MROPE:
+        return mrope_model(case)
     if case in HYBRIDS:
         return hybrid_model(case.split()[1], HYBRIDS[case])
     return tiny_model(case, quantized=True)

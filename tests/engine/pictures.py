@@ -84,7 +84,7 @@ def picture(
     *,
     breaks: bool = False,
     num_tiles: int = 1,
-    turns: bool = False,
+    mrope: bool = False,
     sees_itself: bool = False,
 ) -> Picture:
     """A picture of rows and columns of features; with `breaks` a token of text ends each row."""
@@ -92,13 +92,13 @@ def picture(
     counts[0] += rows * columns - sum(counts)
     tiles = tuple([tile(seed + 1000 * i, count) for i, count in enumerate(counts)])
     ids = [*[FEATURE] * columns, *[BREAK] * breaks] * rows
-    said = repr((seed, rows, columns, breaks, num_tiles, turns, sees_itself))
+    said = repr((seed, rows, columns, breaks, num_tiles, mrope, sees_itself))
     return Picture(
         tiles,
         tuple(ids),
         FEATURE,
         blake2b(said.encode(), digest_size=16).digest(),
-        (rows, columns) if turns and not breaks else None,
+        (rows, columns) if mrope and not breaks else None,
         sees_itself,
     )
 

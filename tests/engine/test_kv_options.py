@@ -204,13 +204,13 @@ def laid_out(
         (KVSpec(2, 72, 64), False, False),  # no Hadamard matrix
         (KVSpec(2, 64, 64), True, False),  # a bias would be spread over all numbers
         (KVSpec(2, 64, 64, key_bias=True), True, False),
-        (KVSpec(2, 64, 64, turning=32), False, False),  # one vector is the key and its value
+        (KVSpec(2, 64, 64, rope_dims=32), False, False),  # one vector is the key and its value
     ],
 )
 def test_8_bit_keys_are_rotated_where_possible(spec: KVSpec, key_bias: bool, rotates: bool) -> None:
     (layer,) = lay_out([spec], KVOptions(bits=(8, 8)), dtype=mx.float32, key_bias=key_bias)
     assert [fmt.rotates for fmt in layer.formats] == [rotates] * 2, "they share arrays"
-    if not spec.turning:
+    if not spec.rope_dims:
         vectors = mx.random.normal((3, 2, spec.key_dim), key=mx.random.key(0))
         assert mx.array_equal(layer.rotate(vectors), vectors).item() != rotates
 

@@ -35,7 +35,7 @@ import hypothesis
 import pytest
 from adapters.cases import folders, merged
 from engine.fake_grammar import FakeGrammar
-from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, disk_at, prompt
+from engine.harness import HYBRIDS, MROPE, PAGE, Harness, Outcome, alone, disk_at, prompt
 from engine.harness import model_of as text_model_of
 from engine.pictures import Parts, picture, placed, until, with_spans, with_tower
 from engine.proposers import WITH_STREAMS, some_proposer, takes_no_window
@@ -66,7 +66,7 @@ ALL_CASES = (
     "deepseek_v32-v4", "glm_moe_dsa-shared", "laguna-v4",
     "qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4",
     "kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5",
-    *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *TURNING),
+    *("qwen3_5_text-v5", "granite_swa-v4", "granitemoe_swa-v5", *MROPE),
     "olmo_hybrid-v4", "mimo_v2_flash-v4", "minimax_m3_vl_text-v4",
     "qwen4_exp_text-v4", "qwen4_exp_text-v5", "glm5_next_text-v4", "glm5_next_text-v5",
     "deepseek_v4-v4", "deepseek_v4-v5", "xing4_0-v4",
@@ -176,18 +176,18 @@ class Sight:
     Attributes:
         spans: attention layers let features of a picture see each other.
         num_deep: layers after which features are added.
-        turns: it turns by three positions.
+        mrope: it has three positions a token.
     """
 
     spans: bool
     num_deep: int
-    turns: bool
+    mrope: bool
 
     def picture(self, seed: int) -> Picture:
         """One of some pictures, the same for each seed."""
         rows, columns = [(1, 1), (2, 3), (4, 4), (5, 8)][seed % 4]
         sees_itself, num_tiles = self.spans and rows * columns <= 16, 1 + seed % 2 * (rows > 1)
-        how = {"breaks": seed % 5 == 0, "num_tiles": num_tiles, "turns": self.turns}
+        how = {"breaks": seed % 5 == 0, "num_tiles": num_tiles, "mrope": self.mrope}
         return picture(seed % 3, rows, columns, sees_itself=sees_itself, **how)
 
     def model(self, model: Model) -> Model:
@@ -218,11 +218,11 @@ def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
         return OwnSight(case.removeprefix("sees "))
     if case.startswith("zoo ") or not (ALL_SEE or draw(st.booleans())):
         return None
-    turns = model_of(case).rope_axes == 3
+    mrope = model_of(case).rope_axes == 3
     # Else what is added to a layer's output has none.
     one_stream = not case.startswith(WITH_STREAMS)
     spans = not ranked_specs(case) and draw(st.booleans())
-    return Sight(spans, draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
+    return Sight(spans, draw(st.sampled_from([0, 0, 2 * one_stream])), mrope)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import PAGE, TURNING, Harness, Outcome, alone, disk_at, model_of, prompt
+from engine.harness import MROPE, PAGE, Harness, Outcome, alone, disk_at, model_of, prompt
 from engine.pictures import RandomTower, picture, placed, run_tower, seeing, tower_of, with_tower
 from models.runs import every
 from models.tiny import arrays_of, tiny_config, write
@@ -120,14 +120,14 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
 @pytest.mark.parametrize("case", every(3, TALK))
 def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
     """Five turns with two pictures: at most 5 % of earlier turns again, and two tower passes."""
-    spans, turns = case.startswith("gemma3"), model_of(case).rope_axes == 3
+    spans, mrope = case.startswith("gemma3"), model_of(case).rope_axes == 3
     model = seeing(case, spans=spans)
     harness, before = Harness(model, max_context=4096), len(tower_of(model).passes)
     parts: list[list[int] | Picture] = []
     earlier = again = 0
     for turn in range(5):
         if turn in (0, 2):
-            parts.append(picture(turn, 5, 8, turns=turns, sees_itself=True))
+            parts.append(picture(turn, 5, 8, mrope=mrope, sees_itself=True))
         parts.append(prompt(60, turn))
         ids, pictures = placed(*parts)
         computed = harness.loop.scheduler.counters.prompt_tokens_computed
@@ -146,10 +146,10 @@ def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
 @pytest.mark.parametrize("case", ["hybrid qwen3-v4", "qwen3_5_text-v5", "lfm2-v4"])
 def test_another_question_after_a_picture_goes_on_from_the_end_of_its_turn(case: str) -> None:
     """Recurrent layers have a snapshot there: they see a picture as any other tokens."""
-    turns = model_of(case).rope_axes == 3
+    mrope = model_of(case).rope_axes == 3
     model = seeing(case)
     harness, before = Harness(model), len(tower_of(model).passes)
-    shown = [prompt(11), picture(1, 5, 9, turns=turns), prompt(24, 1)]
+    shown = [prompt(11), picture(1, 5, 9, mrope=mrope), prompt(24, 1)]
     boundary = len(placed(*shown)[0])
     for name in range(2):
         ids, pictures = placed(*shown, prompt(50, 7 + name))
@@ -456,11 +456,11 @@ def test_a_picture_on_the_disk_runs_no_tower_after_a_restart(tmp_path: Path) -> 
     assert harness.outcomes["after"].cached_tokens > 41
 
 
-@pytest.mark.parametrize("case", ["turning qwen3-v5", "qwen3_5_text-v5"])
+@pytest.mark.parametrize("case", ["mrope qwen3-v5", "qwen3_5_text-v5"])
 def test_rope_positions_of_three_axes_are_those_of_the_whole_prompt(case: str) -> None:
     """Each step's positions, as the model gets them; one axis where all three are equal."""
     model = seeing(case)
-    ids, pictures = placed(prompt(9), picture(1, 3, 5, turns=True), prompt(30))
+    ids, pictures = placed(prompt(9), picture(1, 3, 5, mrope=True), prompt(30))
     expected = rope_positions(pictures, 0, len(ids) + 20)
     harness = Harness(model, prefill_chunk=16)
     forward, kept = harness.loop.runner.forward.cache.begin_step, []
@@ -471,11 +471,11 @@ def test_rope_positions_of_three_axes_are_those_of_the_whole_prompt(case: str) -
 
     harness.loop.runner.forward.cache.begin_step = watched  # type: ignore[method-assign]
     harness.run("it", ids, SamplingParams(max_tokens=20), pictures=pictures)
-    for places, turning in kept:
+    for places, positions in kept:
         np.testing.assert_array_equal(
-            np.broadcast_to(turning, (3, len(places))), expected[:, places]
+            np.broadcast_to(positions, (3, len(places))), expected[:, places]
         )
-        assert turning.ndim == (2 if ((places >= 9) & (places < 24)).any() else 1)
+        assert positions.ndim == (2 if ((places >= 9) & (places < 24)).any() else 1)
 
 
 def test_pictures_that_cannot_run_are_refused() -> None:
@@ -512,7 +512,7 @@ def turning_biased() -> Model:
 @pytest.mark.parametrize("chunk", [16, 256])
 def test_keys_of_pictures_are_stored_less_their_biases(chunk: int) -> None:
     """4 bits hold little beside such biases: 16 steps of them would change every answer."""
-    asked = placed(prompt(9), picture(1, 3, 5, turns=True), prompt(30))
+    asked = placed(prompt(9), picture(1, 3, 5, mrope=True), prompt(30))
     model = with_tower(turning_biased())
     expected = logits(model, asked)
     quantised = logits(model, asked, kv=KVOptions(bits=(4, None)), prefill_chunk=chunk)
@@ -538,7 +538,7 @@ OTHERWISE = {  # the picture of the next test, changed in one field
     "tiles": {"tiles": picture(2, 2, 3).tiles, "digest": picture(2, 2, 3).digest},
     "token_ids": {"token_ids": (7, 7, 7, 8, 7, 7, 7)},
     "digest": {"digest": bytes(16)},
-    "turns": {"turns": (3, 1)},
+    "grid": {"mrope_grid": (3, 1)},
     "sees_itself": {"sees_itself": True},
     "times": {"times": (0, 5)},
 }
@@ -546,7 +546,7 @@ OTHERWISE = {  # the picture of the next test, changed in one field
 
 def test_all_that_keys_and_values_of_a_picture_depend_on_is_in_its_key_ids() -> None:
     """A field that is new must be named: here, or below as one that keys and values do not know."""
-    one = replace(picture(1, 2, 3, turns=True), turns=(1, 3), times=(0, 1))
+    one = replace(picture(1, 2, 3, mrope=True), mrope_grid=(1, 3), times=(0, 1))
 
     def key_ids(shown: Picture) -> list[int]:
         ids, pictures = placed([4, 5], shown, [6])
@@ -558,11 +558,11 @@ def test_all_that_keys_and_values_of_a_picture_depend_on_is_in_its_key_ids() -> 
     assert len(set(map(tuple, keys))) == len(keys)
 
 
-@pytest.mark.parametrize("case", TURNING)
+@pytest.mark.parametrize("case", MROPE)
 def test_a_video_at_another_rate_is_another_video(case: str) -> None:
     """The same frames at other times: answers after the first video are those without it."""
     model, times = seeing(case), ((0, 2, 4), (0, 9, 18), (0, 1, 2))
-    clip = replace(picture(1, 6, 3, turns=True), turns=(2, 3))
+    clip = replace(picture(1, 6, 3, mrope=True), mrope_grid=(2, 3))
     asked = [placed(prompt(5), replace(clip, times=one), prompt(40)) for one in times]
     harness = Harness(model)
 

@@ -51,7 +51,7 @@ def test_a_picture_is_the_same_as_without_a_process(processor: ImageProcessor) -
     expected = processor.prepare(image, max_tokens=64)
     for source in (image, np.asarray(image)):
         (actual,) = ready(source, processor).pictures
-        for name in ("token_ids", "feature_id", "digest", "turns", "sees_itself", "times"):
+        for name in ("token_ids", "feature_id", "digest", "mrope_grid", "sees_itself", "times"):
             assert getattr(actual, name) == getattr(expected, name), name
         for tile, other in zip(actual.tiles, expected.tiles, strict=True):
             assert (tile.grid, tile.num_features) == (other.grid, other.num_features)

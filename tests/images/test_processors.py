@@ -118,8 +118,8 @@ def test_no_size_is_refused_and_no_limit_exceeded(name: str) -> None:
             assert len(tile.patches) == np.prod(tile.grid)
             assert tile.num_features > 0
         assert picture.num_features <= limit or name == "gemma3", (limit, size)
-        if picture.turns is not None:
-            assert np.prod(picture.turns) == picture.num_features
+        if picture.mrope_grid is not None:
+            assert np.prod(picture.mrope_grid) == picture.num_features
 
 
 def test_digests_tell_pixels_sizes_and_processors_apart() -> None:

@@ -42,7 +42,7 @@ class Scene:
         dtype: of queries, and of keys and values that are plain.
         bits: of keys and of values; None: plain.
         item_blocks: as for `AttentionPlanner`.
-        turning: keys and values are numbers of vectors of value_dim and so many more; 0: each has
+        rope_dims: keys and values are numbers of vectors of value_dim and so many more; 0: each has
             vectors of its own.
         prefill: queries are written to pages before they attend, and attend in tiles.
     """
@@ -59,7 +59,7 @@ class Scene:
     sinks: int = 0
     page_size: int = 16
     item_blocks: int | None = None
-    turning: int = 0
+    rope_dims: int = 0
     prefill: bool = False
     seed: int = 0
 
@@ -97,7 +97,8 @@ def build(scene: Scene) -> Inputs:
     tables, num_pages = _tables(rng, scene, starts, sealed)
     slots = rng.permutation(len(stops) + SPARE_SLOTS)[: len(stops)].astype(np.int32)
     in_pages, in_tails = _seen(scene, starts, stops, sealed, tables, slots, num_pages)
-    dims = (scene.value_dim + scene.turning,) if scene.turning else (scene.key_dim, scene.value_dim)
+    joint_dim = scene.value_dim + scene.rope_dims
+    dims = (joint_dim,) if scene.rope_dims else (scene.key_dim, scene.value_dim)
     planes = [
         _plane(rng, scene, dim, bits, in_pages, in_tails)
         for dim, bits in zip(dims, scene.bits, strict=False)
@@ -106,7 +107,7 @@ def build(scene: Scene) -> Inputs:
     queries = mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype)
     plan = _plan(scene, starts, stops - starts, sealed, slots, page_table(tables))
     keys, values = planes[0], planes[-1]
-    if scene.turning:
+    if scene.rope_dims:
         keys, values = in_one_vector(keys, scene.key_dim, scene.value_dim)
     elif scene.key_dim == scene.value_dim and scene.bits[0] == scene.bits[1]:
         keys, values = in_shared_tails(keys, values)

@@ -57,7 +57,8 @@ def test_a_window_is_all_that_is_read() -> None:
 @pytest.mark.parametrize("bits", [pytest.param((None, None), marks=pytest.mark.ci), (8, 8)])
 def test_keys_in_values_come_from_memory_once(bits: tuple[int | None, int | None]) -> None:
     """640 numbers of 1,024: all are keys or values, 384 of them both."""
-    traffic = moved(Scene([300], [1], group=4, key_dim=512, value_dim=512, turning=128, bits=bits))
+    scene = Scene([300], [1], group=4, key_dim=512, value_dim=512, rope_dims=128, bits=bits)
+    traffic = moved(scene)
     assert traffic.unique <= 1.05
     assert traffic.requested <= 1.05 * 1024 / 640
 

@@ -32,7 +32,7 @@ def heads_of(
     *,
     bits: tuple[Bits, Bits] = (None, None),
     norm: bool = True,
-    turning: int | None = None,
+    rope_dims: int | None = None,
     traditional: bool = False,
     magnitude: float = 1.0,
     num_heads: int = H,
@@ -40,7 +40,7 @@ def heads_of(
     joint: int = 0,
 ) -> Heads:
     rng = np.random.default_rng(dim)
-    dims = dim if turning is None else turning
+    dims = dim if rope_dims is None else rope_dims
     weight = rng.uniform(0.5, 1.5, (num_heads + K, dim)).astype(np.float32)
     spec = RopeSpec(dims=max(dims, 2))
     formats = FORMATS[bits[0]], FORMATS[bits[1]]
@@ -51,7 +51,7 @@ def heads_of(
         *(unrotated(formats) if joint or not rotatable(dim) else formats),
         norm=norm,
         norms_values=norms_values,
-        turning=2 * (spec.dims // 2) if dims else 0,
+        rope_dims=2 * (spec.dims // 2) if dims else 0,
         traditional=traditional,
         joint=joint,
     )
@@ -145,27 +145,27 @@ def test_rotations_are_those_of_the_cache() -> None:
         assert (hadamard_order(dim) > 0) == rotatable(dim), dim
 
 
-def turned(x: mx.array, positions: mx.array, turning: int) -> mx.array:
+def rotated(x: mx.array, positions: mx.array, rope_dims: int) -> mx.array:
     """x (T, heads, dim) by the definition; MLX's own rope divides by rounded frequencies."""
-    frequencies = mx.array(inverse_frequencies(RopeSpec(dims=turning)), mx.float32)
+    frequencies = mx.array(inverse_frequencies(RopeSpec(dims=rope_dims)), mx.float32)
     angles = positions[:, None, None] * frequencies
-    first, second, rest = mx.split(x, [turning // 2, turning], axis=-1)
+    first, second, rest = mx.split(x, [rope_dims // 2, rope_dims], axis=-1)
     cosines, sines = mx.cos(angles), mx.sin(angles)
     parts = [first * cosines - second * sines, second * cosines + first * sines, rest]
     return mx.concatenate(parts, axis=-1)
 
 
 @pytest.mark.parametrize(
-    ("dim", "bits", "turning"),
+    ("dim", "bits", "rope_dims"),
     [(64, (None, None), 64), (80, (4, 8), 40), (128, (8, 4), 128), (96, (4, 4), 96)],
 )
-def test_twin_does_what_the_layers_do(dim: int, bits: tuple[Bits, Bits], turning: int) -> None:
-    heads = heads_of(dim, bits=bits, turning=turning)
+def test_twin_does_what_the_layers_do(dim: int, bits: tuple[Bits, Bits], rope_dims: int) -> None:
+    heads = heads_of(dim, bits=bits, rope_dims=rope_dims)
     qkv, positions = tokens_of(heads, 7)
     twin = twin_of(qkv, positions, heads)
     x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
     assert heads.norm_weight is not None
-    x = turned(RMSNorm(heads.norm_weight, 1e-6)(x), positions, turning)
+    x = rotated(RMSNorm(heads.norm_weight, 1e-6)(x), positions, rope_dims)
     if bits[0]:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [H], axis=1)
@@ -182,8 +182,8 @@ def test_twin_does_what_the_layers_do(dim: int, bits: tuple[Bits, Bits], turning
 
 
 @pytest.mark.parametrize("traditional", [False, True])
-def test_twin_turns_as_mlx_does(traditional: bool) -> None:
-    heads = heads_of(64, norm=False, turning=32, traditional=traditional)
+def test_twin_rotates_as_mlx_does(traditional: bool) -> None:
+    heads = heads_of(64, norm=False, rope_dims=32, traditional=traditional)
     qkv, positions = tokens_of(heads, 5)
     x = qkv.reshape(5, -1, 1, 64)[:, :H]
     wanted = mx.fast.rope(
@@ -200,13 +200,13 @@ def test_twin_turns_as_mlx_does(traditional: bool) -> None:
         2,
         [
             (64, (None, None), mx.float32, 3, {}),
-            (64, (8, 8), mx.float16, 9, {"turning": 32}),
-            (80, (4, 4), mx.float32, 8, {"turning": 20, "traditional": True, "magnitude": 1.3}),
+            (64, (8, 8), mx.float16, 9, {"rope_dims": 32}),
+            (80, (4, 4), mx.float32, 8, {"rope_dims": 20, "traditional": True, "magnitude": 1.3}),
             (96, (8, 4), mx.bfloat16, 2, {"norm": False}),
             (112, (4, 8), mx.float32, 1, {"norm": False}),
             (128, (4, 4), mx.bfloat16, 5, {"num_heads": 8}),
-            (192, (None, 4), mx.float16, 2, {"turning": 0}),
-            (256, (4, None), mx.float32, 2, {"turning": 64}),
+            (192, (None, 4), mx.float16, 2, {"rope_dims": 0}),
+            (256, (4, None), mx.float32, 2, {"rope_dims": 64}),
             (256, (None, None), mx.bfloat16, 3, {"norms_values": True}),
             (64, (8, 8), mx.float32, 9, {"norms_values": True, "norm": False}),
         ],
@@ -227,7 +227,7 @@ def test_joint_vectors_are_those_of_the_cache(dim: int, joint: int, bits: Bits) 
     qkv, positions = tokens_of(heads, 5)
     twin = twin_of(qkv, positions, heads)
     apart = twin_of(qkv, positions, heads_of(dim, norms_values=True))
-    spec = KVSpec(num_kv_heads=K, key_dim=dim, value_dim=dim, turning=joint)
+    spec = KVSpec(num_kv_heads=K, key_dim=dim, value_dim=dim, rope_dims=joint)
     layer = layer_of(spec, (bits, bits), num_pages=1, num_slots=1)
     queries, stored = layer.rotate(apart.queries), layer.encode(apart.keys[0], apart.values[0])
     assert np.allclose(*wide(twin.queries, queries), atol=1e-5)
@@ -262,7 +262,7 @@ def check_joint(written: Written, twin: Written, heads: Heads) -> None:
 
 @requires_compiler
 def test_constant_and_extreme_groups() -> None:
-    heads = heads_of(64, bits=(8, 4), norm=False, turning=0)
+    heads = heads_of(64, bits=(8, 4), norm=False, rope_dims=0)
     vectors = np.zeros((4, H + 2 * K, 64), np.float32)
     vectors[1] = 3.25  # constant
     vectors[2, :, 5] = 60_000  # one outlier
@@ -275,7 +275,7 @@ def test_constant_and_extreme_groups() -> None:
 @requires_compiler
 def test_numbers_beyond_float16_stay_finite() -> None:
     """bfloat16 and float32 hold larger numbers; they are stored as the largest that float16 has."""
-    heads = heads_of(64, bits=(8, 4), norm=False, turning=0)
+    heads = heads_of(64, bits=(8, 4), norm=False, rope_dims=0)
     qkv, positions = tokens_of(heads, 9)
     huge = mx.where(mx.arange(qkv.shape[1]) % 5 == 0, qkv * 1e6, qkv)
     written, twin = on_machine(huge, positions, heads), twin_of(huge, positions, heads)
@@ -321,8 +321,8 @@ def test_a_row_is_read_once() -> None:
 def test_all_formats_of_all_head_dims(dim: int, dtype: mx.Dtype, bits: tuple[Bits, Bits]) -> None:
     if bits[0] == 4 and not rotatable(dim):
         bits = (8, bits[1])  # as they are
-    for turning, traditional, norm in ((dim, False, True), (dim // 4 // 2 * 2, True, False)):
-        heads = heads_of(dim, bits=bits, turning=turning, traditional=traditional, norm=norm)
+    for rope_dims, traditional, norm in ((dim, False, True), (dim // 4 // 2 * 2, True, False)):
+        heads = heads_of(dim, bits=bits, rope_dims=rope_dims, traditional=traditional, norm=norm)
         for count in (1, 9):
             qkv, positions = tokens_of(heads, count, dtype)
             written = on_machine(qkv, positions, heads, seed=count)

@@ -45,14 +45,14 @@ FORMATS = {
     "112": Scene([50], [1], group=8, key_dim=112, value_dim=112, dtype=mx.bfloat16),
     "192 and 128": Scene([50], [1], group=8, key_dim=192, value_dim=128),
     "256": Scene([50], [1], group=8, bits=(8, 8), key_dim=256, value_dim=256),
-    "keys in values": Scene([50, 33], [1, 2], kv_heads=2, group=2, turning=64, **D128),
-    "keys in values, 4 bits": Scene([50], [1], group=8, bits=(4, 4), turning=64, **D128),
+    "keys in values": Scene([50, 33], [1, 2], kv_heads=2, group=2, rope_dims=64, **D128),
+    "keys in values, 4 bits": Scene([50], [1], group=8, bits=(4, 4), rope_dims=64, **D128),
 }
 SHARED = {
     "16 heads of 256": Scene([50], [1], group=16, key_dim=256, value_dim=256),
     "4 rows of 16 heads": Scene([50, 33], [4, 1], group=16, bits=(4, 8), window=30, **D128),
     "keys in values of 512": Scene(
-        [50, 33], [1, 2], kv_heads=2, group=8, key_dim=512, value_dim=512, turning=128
+        [50, 33], [1, 2], kv_heads=2, group=8, key_dim=512, value_dim=512, rope_dims=128
     ),
     "8 rows of 16 heads of 512": Scene(
         [40], [8], group=16, bits=(8, 4), key_dim=512, value_dim=512, dtype=mx.bfloat16

@@ -19,9 +19,9 @@ SCENES = {
     "codes of 8 and 4 bits": Scene([60], [40], group=4, bits=(8, 4), **D256),
     "192 and 128": Scene([60], [60], group=3, key_dim=192, value_dim=128, prefill=True),
     "64, split": Scene([200], [30], group=2, item_blocks=1, prefill=True),
-    "keys in values": Scene([60], [40], kv_heads=2, group=2, bits=(8, 8), turning=64, **D256),
+    "keys in values": Scene([60], [40], kv_heads=2, group=2, bits=(8, 8), rope_dims=64, **D256),
     "512, keys in values": Scene(
-        [40], [20], kv_heads=2, group=2, key_dim=512, value_dim=512, turning=128, prefill=True
+        [40], [20], kv_heads=2, group=2, key_dim=512, value_dim=512, rope_dims=128, prefill=True
     ),
     "512": Scene([40], [20], group=2, key_dim=512, value_dim=512, prefill=True),
 }

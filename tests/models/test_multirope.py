@@ -1,4 +1,4 @@
-"""M-RoPE: three positions of a token, by which its pairs turn; text has three that are equal."""
+"""M-RoPE: three positions of a token, by which its pairs rotate; text has three that are equal."""
 
 import json
 
@@ -31,8 +31,8 @@ def test_pairs_turn_by_the_positions_of_their_axes(name):
     actual = np.array(rope(mx.array(x), rope.prepare(mx.array(positions))))
     angles = positions[axes].T * np.array(inverse_frequencies(spec))  # (T, pairs)
     half = spec.dims // 2
-    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)[:, None]
-    expected = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+    rotated = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)[:, None]
+    expected = np.concatenate([rotated.real, rotated.imag, x[..., 2 * half :]], axis=-1)
     assert np.abs(actual - expected).max() < 1e-3  # angles are float32
 
 
@@ -73,11 +73,11 @@ def test_axes_take_turns_in_qwen3_whatever_the_config_says(name):
 def picture(rows: int, columns: int, *, frames: int = 1, framed: int = 0) -> Picture:
     """Features (7) in grids, with `framed` tokens of text (5) around each."""
     grid = [5] * framed + [7] * (rows * columns) + [5] * framed
-    return Picture((), tuple(grid * frames), 7, b"", turns=(rows, columns))
+    return Picture((), tuple(grid * frames), 7, b"", mrope_grid=(rows, columns))
 
 
 def test_positions_of_a_video_say_the_time_of_each_frame():
-    video = Picture((), (7,) * 12, 7, b"", turns=(2, 2), times=(0, 3, 50))
+    video = Picture((), (7,) * 12, 7, b"", mrope_grid=(2, 2), times=(0, 3, 50))
     placed = [PlacedPicture(video, 2), PlacedPicture(picture(1, 3), 15)]
     times = [0, 1, *[2] * 4, *[5] * 4, *[52] * 4, 4, *[5] * 3, 8, 9]
     rows = [0, 1, *[2, 2, 3, 3] * 3, 4, *[5] * 3, 8, 9]
@@ -93,7 +93,7 @@ def counted(pictures: list[PlacedPicture], num_tokens: int) -> list[list[int]]:
     """Token by token, as the paper says it."""
     cells: dict[int, tuple[int, int, int, int]] = {}
     for one, start in pictures:
-        rows, columns = one.turns
+        rows, columns = one.mrope_grid
         places = [start + i for i, token in enumerate(one.token_ids) if token == one.feature_id]
         for number, place in enumerate(places):
             cell = number % (rows * columns)

@@ -191,7 +191,7 @@ def model_text(model: ModelStatus) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of one line and at most so many characters, without the backticks of a terminal."""
+    """A text of one line and at most `most` characters, without backticks."""
     line = " ".join(text.replace("`", "").split())
     return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
 

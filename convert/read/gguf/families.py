@@ -118,7 +118,7 @@ def _olmo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Without a window every layer sees, and turns, everything."""
+    """Without a window every layer sees everything and has rope."""
     windowed = facts.count("attention.sliding_window")
     windows = {
         "sliding_window": windowed or None,
@@ -130,7 +130,7 @@ def _exaone4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
 
 
 def _granite(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    facts.expect("rope.scaling.finetuned", True)  # else nothing turns
+    facts.expect("rope.scaling.finetuned", True)  # else there is no rope
     family = make_family("granite", "GraniteForCausalLM")(facts, shapes, config)
     return family | multipliers_of(facts, config["head_dim"])
 
@@ -297,14 +297,14 @@ def _llama4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
 
 
 def _granite_swa(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """With experts and without; `attention.rope_pattern` says which layers turn."""
+    """With experts and without; `attention.rope_pattern` says which layers have rope."""
     count = config["num_hidden_layers"]
-    turns = facts.by_layer_or_none("attention.rope_pattern", count) or [1] * count
+    has_rope = facts.by_layer_or_none("attention.rope_pattern", count) or [1] * count
     made = make_family("granite_swa", "GraniteSWAForCausalLM")(facts, shapes, config) | {
         **multipliers_of(facts, config["head_dim"]),
         "sliding_window": window_of(facts, shapes, config),
         "layer_types": layer_types_of(4)(facts, shapes, config),
-        "layer_rope_theta": [config["rope_theta"] if one else 0 for one in turns],
+        "layer_rope_theta": [config["rope_theta"] if one else 0 for one in has_rope],
     }
     if not facts.count("expert_count"):
         return made
@@ -454,7 +454,7 @@ BY_LAYER = (  # heads for K and V differ between layers
     "bailingmoe3", "glm5-next", "kimi-linear", "mimo2", "gemma4", "granitehybrid", "lfm2",
     "lfm2moe", "nemotron_h", "nemotron_h_moe",
 )  # fmt: skip
-PARTIAL = (  # a part of each head turns
+PARTIAL = (  # a part of each head rotates
     "bailingmoe2", "qwen3next", "qwen35", "qwen35moe", "qwen4exp", "glm4", "glm4moe", "phi3",
     "minimax-m2", "minimax-m3", "chatglm", "nemotron", "phi2", "stablelm", "laguna",
 )  # fmt: skip

@@ -171,7 +171,7 @@ def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
     dims = facts.integer("rope.dimension_count", head_dim)
     if dims != head_dim:
         raise UnsupportedModelError(
-            f"The rope of {facts.all.where} turns {dims} of {head_dim} dimensions; expected all."
+            f"The rope of {facts.all.where} rotates {dims} of {head_dim} dimensions; expected all."
         )
 
 

@@ -101,15 +101,15 @@ def gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def gemma4_ropes(facts: ArchitectureFields, factors: NDArray[Any] | None) -> Config:
-    """`rope_parameters`: which pairs turn where all is seen is said by the divisors that are 1."""
+    """`rope_parameters`; in layers that see everything the pairs with a divisor of 1 rotate."""
     full, sliding = facts.integer("attention.key_length"), facts.integer("attention.key_length_swa")
-    turned = full if factors is None else 2 * int((factors == 1.0).sum())
+    rotated = full if factors is None else 2 * int((factors == 1.0).sum())
     dims = facts.integer("rope.dimension_count_swa", sliding)
     return {
         "full_attention": {
             "rope_type": "proportional",
             "rope_theta": facts.number("rope.freq_base", 1_000_000.0),
-            "partial_rotary_factor": turned / full,
+            "partial_rotary_factor": rotated / full,
         },
         "sliding_attention": {
             "rope_type": "default",

@@ -220,7 +220,7 @@ def nemotron_h(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     ]
     kv_heads = facts.by_layer("attention.head_count_kv", count)
     names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-    facts.read("rope.dimension_count")  # nothing turns
+    facts.read("rope.dimension_count")  # there is no rope
     facts.read(*(f"expert_{name}" for name in ("count", "used_count", "shared_count")))
     facts.read("expert_weights_scale", "expert_weights_norm")
     dense = f"model.layers.{blocks.index('-')}" if "-" in blocks else ""

@@ -138,7 +138,7 @@ def mistral4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Confi
 
 
 def kimi_linear(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Delta attention, and latent attention where nothing turns; weights are normalised always."""
+    """Delta attention, and latent attention without rope; weights are normalised always."""
     made = make_family("kimi_linear", "KimiLinearForCausalLM")(facts, shapes, config)
     return made | _with_delta(facts, shapes, config) | {"norm_topk_prob": True}
 

@@ -1,8 +1,8 @@
 """The changes that llama.cpp's converter makes to tensors, so that they can be undone.
 
 Rows of Q and K of the llama architecture lie in the order of its own rotary embedding, where two
-numbers that turn together are neighbours; transformers has them half a head apart. Value heads of a
-Gated DeltaNet that share a key head lie apart; transformers has them side by side. Convolutions
+numbers that rotate together are neighbours; transformers has them half a head apart. Value heads of
+a Gated DeltaNet that share a key head lie apart; transformers has them side by side. Convolutions
 have lost a dimension of 1, decay rates are no logarithms, and some norms include the one that
 layers add.
 """
@@ -33,7 +33,7 @@ class TensorLayout:
 
 
 PLAIN = TensorLayout()
-HALVES = "gguf_rope_halves"  # in a config: numbers that turn together are stored half of them apart
+HALVES = "gguf_rope_halves"  # in a config: the numbers of a pair are stored half of them apart
 _PAIRED = (  # stored as neighbours instead
     "llama", "mistral3", "arcee", "granite", "granite_swa", "granitemoe", "muse-glimmer",
     "smollm3",
@@ -94,7 +94,7 @@ def _llama(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Tens
 
 
 def _mamba(name: str, shape: tuple[int, ...]) -> TensorLayout:
-    """Rows of Q and K stay as they lie: nothing turns, or by halves as in transformers."""
+    """Rows of Q and K stay as they lie: there is no rope, or by halves as in transformers."""
     if name.endswith(".A_log"):
         return TensorLayout(change=_log_rate, shape=shape[:1])
     if name.endswith(".conv1d.weight"):
@@ -115,11 +115,11 @@ def _kimi_delta(name: str, shape: tuple[int, ...]) -> TensorLayout:
 
 
 def _neighbours(shape: tuple[int, ...], config: Mapping[str, Any]) -> TensorLayout:
-    """Rows of heads whose turning part lies in halves; transformers has pairs of neighbours."""
+    """Rows of heads whose rotated part lies in halves; transformers has pairs of neighbours."""
     dim = int(config["head_dim"])
-    turned = round(dim * config["partial_rotary_factor"])
-    halves = np.arange(turned).reshape(2, -1).T.reshape(-1)
-    head = np.concatenate([halves, np.arange(turned, dim)])
+    rotated = round(dim * config["partial_rotary_factor"])
+    halves = np.arange(rotated).reshape(2, -1).T.reshape(-1)
+    head = np.concatenate([halves, np.arange(rotated, dim)])
     return TensorLayout(rows=(np.arange(0, shape[0], dim)[:, None] + head).reshape(-1))
 
 

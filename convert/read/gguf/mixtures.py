@@ -90,7 +90,7 @@ def hy3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def step(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Heads, windows and limits by layer; half of a head turns where a layer sees everything."""
+    """Heads, windows and limits by layer; half of a head rotates where a layer sees everything."""
     facts.read("leading_dense_block_count", "moe_every_n_layers")  # tensors say where experts are
     facts.expect("expert_weights_norm", True)
     count, whole = config["num_hidden_layers"], facts.integer("block_count")
@@ -117,7 +117,7 @@ def step(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def sarvam(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Sarvam 30B, and Ling 2, where rope turns only a part of each attention head."""
+    """Sarvam 30B, and Ling 2, where rope rotates only a part of each attention head."""
     facts.expect("expert_gating_func", SIGMOID)
     return make_family("sarvam_moe", "SarvamMoEForCausalLM")(facts, shapes, config) | {
         **routing_of(facts),
@@ -151,13 +151,13 @@ def laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     if not facts.has("attention.sliding_window_pattern"):
         kinds = [KINDS[int(i % 4 == 0)] for i in range(count)]
     made = _by_kind(facts, config)
-    turned = {
+    rotated = {
         kind: facts.integer(key, dim) / dim
         for kind, key in (("full_attention", "rope.dimension_count"),
                           ("sliding_attention", "rope.dimension_count_swa"))
     }  # fmt: skip
     for kind, rope in made["rope_parameters"].items():
-        rope["partial_rotary_factor"] = turned[kind]
+        rope["partial_rotary_factor"] = rotated[kind]
     heads = facts.by_layer("attention.head_count", count)
     gates = [shapes.get(f"model.layers.{i}.self_attn.g_proj.weight", (0,))[0] for i in range(count)]
     return make_family("laguna", "LagunaForCausalLM")(facts, shapes, config) | {
@@ -175,7 +175,7 @@ def laguna(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 
 def mimo2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    """Heads of keys and values by kind of layer; a part of each head turns."""
+    """Heads of keys and values by kind of layer; a part of each head rotates."""
     facts.expect("expert_gating_func", SIGMOID)
     count, dim = config["num_hidden_layers"], config["head_dim"]
     kinds = layer_types_of(6)(facts, shapes, config)

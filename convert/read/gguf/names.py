@@ -508,7 +508,7 @@ def hf_names(
         num_layers: of the decoder; blocks from there on predict further ahead.
     """
     top = _TOPS.get(architecture, _TOP)
-    if name in top:  # Gemma 3n's streams, but for the first, have a matrix each
+    if name in top:  # each stream of Gemma 3n except the first has a matrix
         return tuple(dict.fromkeys(top[name].format(i) for i in range(NUM_STREAMS - 1)))
     match = _BLOCK.fullmatch(name)
     if architecture == "qwen4exp" and name == "per_layer_token_embd.weight":

@@ -363,7 +363,7 @@ def _ropes(
 ) -> dict[str, Any]:
     if facts.architecture == "gemma4":
         return {"rope_parameters": gemma4_ropes(facts, factors.get(ROPE_FACTORS))}
-    if facts.architecture == "step35":  # divisors of what does not turn are 1
+    if facts.architecture == "step35":  # divisors of what does not rotate are 1
         head_dim = round(STEP_TURNS * head_dim)
         factors = {name: values[: head_dim // 2] for name, values in factors.items()}
     fields: dict[str, Any] = {

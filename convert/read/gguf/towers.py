@@ -44,21 +44,17 @@ class Tower:
     notes: tuple[str, ...]
 
     def around(self, text: Config, sections: list[int]) -> Config:
-        """The config of the whole; `sections`: pairs that turn by time, row and column, if any."""
+        """The config of the whole; `sections`: pairs of rope by time, row and column."""
         kind = self.config["model_type"]
         inner = text | {"model_type": _TEXT_TYPES.get(kind, text["model_type"])}
         if kind == "mistral3" and inner["model_type"] == "llama":  # as older files call it
             inner["model_type"] = "mistral"
         if sections:
-            turns = {
+            axes = {
                 "mrope_section": sections[:3],
                 "mrope_interleaved": not kind.startswith("qwen2"),
             }
-            inner["rope_scaling"] = {
-                "rope_type": "default",
-                **(text["rope_scaling"] or {}),
-                **turns,
-            }
+            inner["rope_scaling"] = {"rope_type": "default", **(text["rope_scaling"] or {}), **axes}
         if kind == "gemma4" and not text["hidden_size_per_layer_input"]:
             inner["use_bidirectional_attention"] = "vision"
         outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")

@@ -70,7 +70,7 @@ class FP8:
 class ScaledMatrix:
     """A matrix of eight-bit floats, with a scale for each block of rows and inputs.
 
-    With `shards` its rows are so many matrices, each with blocks of its own.
+    With `shards` its rows are that number of matrices, each with blocks of its own.
     """
 
     weight: StoredArray

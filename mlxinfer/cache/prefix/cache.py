@@ -405,7 +405,7 @@ class PrefixCache(PageIndex):
     ) -> Page:
         """The page of the first `count` tokens of a page; made if it does not exist.
 
-        Shorter ones that it begins with make room for it, but for their states.
+        Shorter ones that it begins with make room for it, but keep their states.
         """
         parent, tokens = names.name(number - 1), names.tokens(number, count)
         whole = count == self.page_size

@@ -106,7 +106,7 @@ class Afmoe(HyV3):
         "mup_enabled": False,
     }
     ignored = ()
-    turning = staticmethod(in_windows)
+    layers_with_rope = staticmethod(in_windows)
     keys = V3_KEYS | {"global_attn_every_n_layers": "sliding_window_pattern"}
     block_norms = (
         "input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"

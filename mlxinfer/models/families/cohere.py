@@ -35,7 +35,7 @@ class Cohere2(Family):
         "tie_word_embeddings": True,
     }
     head_order = pairs_apart
-    turning = staticmethod(in_windows)
+    layers_with_rope = staticmethod(in_windows)
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:
@@ -102,11 +102,11 @@ class Cohere2MoE(Cohere2):
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
         """Dense layers that see everything have positions too, where all of them do."""
-        all_turn = fields.integer("prefix_dense_sliding_window_pattern") == 1
-        turning = read_rope(fields, SLIDING, head_dim=head_dim)
+        all_have_rope = fields.integer("prefix_dense_sliding_window_pattern") == 1
+        rope = read_rope(fields, SLIDING, head_dim=head_dim)
         sparse = sparse_layers(fields, len(layer_types))
         return tuple(
-            turning if kind == SLIDING or (all_turn and not has_experts) else None
+            rope if kind == SLIDING or (all_have_rope and not has_experts) else None
             for kind, has_experts in zip(layer_types, sparse, strict=True)
         )
 

@@ -275,7 +275,7 @@ class DeepseekV32(DeepseekV3):
         return replace(config, latent=replace(latent, index_dim=width, num_ranked=count))
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:
-        """With the layer's indexer; its rope turns the first numbers of its heads."""
+        """With the layer's indexer; its rope rotates the first numbers of its heads."""
         config, fields, weights = self.config, self.config.fields, self.weights
         path, spec = f"model.layers.{index}.self_attn.indexer", config.ropes[index]
         dims, heads = LatentDims.of(fields), fields.integer("index_n_heads", high=2**14)

@@ -329,15 +329,15 @@ def _is_hashed(config: ModelConfig, index: int) -> bool:
 def _ropes(config: Fields) -> dict[str, Any]:
     """The ropes of layers without compressed vectors (main) and with them (compress).
 
-    Only the latter are scaled, and YaRN's factor on what it turns is 1 unless it is stated.
+    Only the latter are scaled, and YaRN's factor on what it rotates is 1 unless it is stated.
     """
     stated = config.fields("rope_parameters")
     named = {} if stated is None else stated.values
     if isinstance(named.get("main"), dict) and isinstance(named.get("compress"), dict):
         return {name: named[name] for name in ("main", "compress")}
     head_dim = config.integer("head_dim", high=2**14, default=512)
-    turning = config.integer("qk_rope_head_dim", high=head_dim, default=head_dim // 8)
-    partial = config.get("partial_rotary_factor") or turning / head_dim
+    rope_dims = config.integer("qk_rope_head_dim", high=head_dim, default=head_dim // 8)
+    partial = config.get("partial_rotary_factor") or rope_dims / head_dim
     scaling = config.fields("rope_parameters", "rope_scaling")
     scaled = {"attention_factor": 1.0, **({} if scaling is None else scaling.values)}
     thetas = config.get("rope_theta") or 10_000.0, config.get("compress_rope_theta") or 160_000.0

@@ -43,7 +43,7 @@ class Flint(Family):
         return [FULL if i in full else SLIDING for i in range(num_layers)]
 
     @classmethod
-    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+    def layers_with_rope(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
         """All but the layers that `no_rope_layer_indices` lists, else those with windows."""
         stated = fields.items("no_rope_layer_indices")
         if stated is None:

@@ -1,7 +1,7 @@
 """Gemma 4: the dense models and the mixture of experts, alone or inside a multimodal checkpoint.
 
 Layers that see everything have larger heads, may have fewer for K and V, and may take their keys,
-before the norm, for values too. Of such a key only the numbers that turn with its position differ
+before the norm, for values too. Of such a key only the numbers that rotate with its position differ
 from those of the value, once the factors of its norm went to the queries: the cache keeps the
 others once. The E models have per-layer embeddings, and last layers that read the keys and values
 of earlier ones.
@@ -202,14 +202,14 @@ class Gemma4(Family):
                     f"num_attention_heads is {config.num_heads}, which {kv_heads} heads for K and "
                     "V in some layer do not divide."
                 )
-        turning = tuple(_turning(config, index, dim) for index, (_, dim) in enumerate(heads))
+        rope_dims = tuple(_rope_dims(config, index, dim) for index, (_, dim) in enumerate(heads))
         spans = fields.boolean(SPANS, default=False)
         return replace(
             config,
             without_cache=shared(config),
             attention_scale=1.0,
             heads=heads,
-            turning=turning,
+            rope_dims=rope_dims,
             sees_spans=tuple(spans and window is not None for window in config.windows),
         )
 
@@ -253,14 +253,14 @@ class Gemma4(Family):
     def head_norm_weight(self, index: int) -> mx.array | None:
         """If keys share numbers with values, the norm's factors for them go to the queries."""
         weight = super().head_norm_weight(index)  # (H + Hkv, D)
-        config, turning = self.config, self.config.turning[index]
-        if weight is None or not turning:
+        config, rope_dims = self.config, self.config.rope_dims[index]
+        if weight is None or not rope_dims:
             return weight
         half = config.heads_of(index)[1] // 2
-        still = mx.arange(2 * half) % half >= turning // 2
+        is_unrotated = mx.arange(2 * half) % half >= rope_dims // 2
         queries, keys = mx.split(weight, [config.num_heads])
-        queries = mx.where(still, queries * keys[:1], queries)  # all KV heads have the same
-        return mx.concatenate([queries, mx.where(still, mx.array(1, keys.dtype), keys)])
+        queries = mx.where(is_unrotated, queries * keys[:1], queries)  # all KV heads have the same
+        return mx.concatenate([queries, mx.where(is_unrotated, mx.array(1, keys.dtype), keys)])
 
     def mlp(self, index: int) -> FeedForward:
         config, weights, path = self.config, self.weights, f"model.layers.{index}"
@@ -316,14 +316,14 @@ class Gemma4Unified(Gemma4):
     bidirectional_default = "vision"
 
 
-def _turning(config: ModelConfig, index: int, head_dim: int) -> int:
+def _rope_dims(config: ModelConfig, index: int, head_dim: int) -> int:
     """How many numbers of a key differ from those of its value; 0: keys and values are apart."""
     fields, rope = config.fields, config.ropes[index]
     if config.windows[index] is not None or not fields.boolean("attention_k_eq_v"):
         return 0
     if rope is None or rope.kind != "proportional" or fields.integer("num_kv_shared_layers", low=0):
         return 0
-    return head_dim - 2 * rope.num_still if rope.num_still else 0
+    return head_dim - 2 * rope.num_unrotated if rope.num_unrotated else 0
 
 
 def _heads(fields: Fields, layer_types: Sequence[str], head_dim: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from .deepseek import PLAIN_ROUTING, DeepseekV3, DeepseekV32, V3Experts
 
 
 class Glm(Family):
-    """GLM 4 of 2024: half of each head turns, gate and up are one tensor in the checkpoint."""
+    """GLM 4 of 2024: half of each head rotates, gate and up are one tensor in the checkpoint."""
 
     defaults: ClassVar = {
         "num_key_value_heads": 2,
@@ -58,7 +58,7 @@ class Glm4V(Glm4):
 
 
 class GlmOcr(Glm4V):
-    """The text of GLM-OCR: no biases, and whole heads turn."""
+    """The text of GLM-OCR: no biases, and whole heads rotate."""
 
     defaults: ClassVar = {
         **Glm4V.defaults,
@@ -97,7 +97,7 @@ class Glm4MoE(V3Experts):
 
 
 class SolarOpen(Glm4MoE):
-    """Solar Open 100B: whole heads turn, and every layer has experts."""
+    """Solar Open 100B: whole heads rotate, and every layer has experts."""
 
     defaults: ClassVar = {
         **Glm4MoE.defaults,
@@ -134,7 +134,7 @@ class Glm4MoELite(DeepseekV3):
 
 
 class GlmMoeDsa(DeepseekV32, Glm4MoELite):
-    """GLM 5: as GLM 4.7 Flash, with the indexers of DeepSeek V3.2, which turn neighbours.
+    """GLM 5: as GLM 4.7 Flash, with the indexers of DeepSeek V3.2, which rotate neighbours.
 
     From GLM 5.2 on some layers see the tokens that an earlier layer's indexer chose (IndexShare,
     arXiv 2603.12201). The layer that predicts further ahead has an indexer always.

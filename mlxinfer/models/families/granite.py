@@ -92,9 +92,9 @@ class GraniteHybrid(Granite):
         return Fields({**config.values, "num_local_experts": None}, config.where)
 
     @classmethod
-    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
-        turns = fields.text("position_embedding_type", default=None) == "rope"
-        return [turns] * len(layer_types)
+    def layers_with_rope(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        has_rope = fields.text("position_embedding_type", default=None) == "rope"
+        return [has_rope] * len(layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -434,7 +434,7 @@ class Inkling2Loop(Family):
     def _clipped(
         self, index: int, path: str, clip: str, numbers: int, threshold: float
     ) -> ClippedHeads:
-        """Heads of so many numbers; in layers that see everything they grow with the position."""
+        """Heads of `numbers` dims; in layers that see everything they grow with the position."""
         config, heads = self.config, self.config.num_heads_of(index)
         proj = self.weights.linear(path, heads * numbers, config.hidden_size)
         scale = self.weights.raw(f"{clip}.scale", (heads, numbers)).astype(mx.float32)

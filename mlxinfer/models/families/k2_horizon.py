@@ -83,12 +83,12 @@ class K2Horizon(Family):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the part of a head that turns; without fields of experts if the model has none."""
+        """With the part of a head that rotates; without fields of experts if the model has none."""
         values = dict(config.values)
-        if (turning := values.get("rope_head_dim")) is not None:
+        if (rotated := values.get("rope_head_dim")) is not None:
             heads = config.integer("num_attention_heads", high=2**14)
             dim = config.integer("rope_head_dim", high=cls.head_dim(config, heads))
-            values["partial_rotary_factor"] = dim / cls.head_dim(config, heads) if turning else 1.0
+            values["partial_rotary_factor"] = dim / cls.head_dim(config, heads) if rotated else 1.0
         if not values.get("num_experts"):
             values.pop("num_experts", None)
         return super().language_model(Fields(values, config.where))
@@ -132,14 +132,14 @@ class K2Horizon(Family):
         return mx.concatenate(parts)[:, mx.array(self.head_order(1, index))]
 
     def head_order(self, num_heads: int, index: int) -> list[int]:
-        """The checkpoint's index of each number of heads whose first numbers are those that turn.
+        """The checkpoint's index of each number of heads whose first numbers are those that rotate.
 
-        Of each half of a head the first numbers turn.
+        Of each half of a head the first numbers rotate.
         """
         dim = self.config.head_dim
-        turning = self.config.fields.integer("rope_head_dim", default=dim) // 2
-        half, rest = dim // 2, range(turning, dim // 2)
-        head = [*range(turning), *range(half, half + turning), *rest, *(half + i for i in rest)]
+        rotated = self.config.fields.integer("rope_head_dim", default=dim) // 2
+        half, rest = dim // 2, range(rotated, dim // 2)
+        head = [*range(rotated), *range(half, half + rotated), *rest, *(half + i for i in rest)]
         return [h * dim + i for h in range(num_heads) for i in head]
 
     def qkv(self, index: int) -> Projection:

@@ -57,7 +57,7 @@ class KimiLinear(DeepseekV3):
         "linear_num_heads": 32,
         "linear_head_dim": 128,
         "linear_conv_kernel_dim": 4,
-        "rope_interleave": False,  # nothing turns
+        "rope_interleave": False,  # there is no rope
     }
     mtp: ClassVar[MTPForm | None] = None  # no definition of one is published
     ignored = ("sliding_window",)

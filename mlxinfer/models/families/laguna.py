@@ -86,7 +86,7 @@ class Laguna(Dots1):
 
 
 def with_query_heads(config: ModelConfig, heads: Sequence[int]) -> ModelConfig:
-    """The config with so many query heads in each layer; none: as many as the config states."""
+    """The config with these query heads by layer; empty: as many as the config states."""
     kv_heads, count = config.num_kv_heads, config.num_layers
     sound = all(type(n) is int and 0 < n < 2**14 and not n % kv_heads for n in heads)
     if not sound or len(heads) not in (0, count):

@@ -20,7 +20,7 @@ PARTIAL = "partial_rotary_factor"
 
 
 def whole_heads(config: Fields) -> Fields:
-    """A config without `partial_rotary_factor`, in either spelling: all that can turn turns."""
+    """A config without `partial_rotary_factor`, in either spelling: rope has whole heads."""
     values = {key: value for key, value in config.values.items() if key != PARTIAL}
     for spelling in ("rope_parameters", "rope_scaling"):
         if (rope := config.fields(spelling)) is not None:
@@ -29,9 +29,9 @@ def whole_heads(config: Fields) -> Fields:
 
 
 class Llama(Family):
-    """Llama 2 and 3. A window in the config is not used, nor is a part of heads that turns.
+    """Llama 2 and 3. A window in the config is not used, nor is a part of heads that rotates.
 
-    transformers and mlx-lm turn whole heads of this architecture, whatever the config says.
+    transformers and mlx-lm rotate whole heads of this architecture, whatever the config says.
     """
 
     ignored = ("sliding_window",)
@@ -242,11 +242,11 @@ class SmolLM3(Family):
     def unstated_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """Layers without positions have the window."""
         kinds = read_layer_types(fields, num_layers)
-        turning = cls.turning(fields, kinds)
-        return [FULL if turns else kind for kind, turns in zip(kinds, turning, strict=True)]
+        with_rope = cls.layers_with_rope(fields, kinds)
+        return [FULL if has_rope else kind for kind, has_rope in zip(kinds, with_rope, strict=True)]
 
     @classmethod
-    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+    def layers_with_rope(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
         """False where `no_rope_layers` has a 0."""
         count = len(layer_types)
         stated = fields.by_layer("no_rope_layers", count=count, known=(0, 1))

@@ -64,8 +64,8 @@ class Llama4(Family):
         return Fields({**rest, "moe_layers": []}, config.where)
 
     @classmethod
-    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
-        return SmolLM3.turning(fields, layer_types)
+    def layers_with_rope(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+        return SmolLM3.layers_with_rope(fields, layer_types)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

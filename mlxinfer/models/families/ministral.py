@@ -51,7 +51,7 @@ class Mistral4(DeepseekV3):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """Without the part of heads that turns, which `qk_rope_head_dim` states."""
+        """Without the part of heads that rotates, which `qk_rope_head_dim` states."""
         return whole_heads(config)
 
     def attention(self, index: int, **parts: Any) -> LatentAttention:

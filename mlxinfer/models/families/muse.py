@@ -48,7 +48,7 @@ class MuseGlimmer(Family):
         return with_layer_thetas(fields, super().rope_specs(fields, layer_types, head_dim))
 
     @classmethod
-    def turning(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
+    def layers_with_rope(cls, fields: Fields, layer_types: Sequence[str]) -> Sequence[bool]:
         stated, count = fields.get("layer_rope_theta") is not None, len(layer_types)
         return [stated or (count - 1 - i) % 4 > 0 for i in range(count)]
 

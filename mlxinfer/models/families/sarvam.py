@@ -33,7 +33,7 @@ class SarvamMLA(DeepseekV3):
 
 
 class SarvamMoE(Glm4MoE):
-    """Sarvam 30B: whole heads turn, Q, K and V are one tensor."""
+    """Sarvam 30B: whole heads rotate, Q, K and V are one tensor."""
 
     defaults: ClassVar = {
         **Glm4MoE.defaults,

@@ -1,7 +1,7 @@
 """The towers of Gemma 4, and the embedding of pixels that the 12B model has in place of a tower.
 
 Sandwich norms, queries and keys normed by head, values without weights, scores that are not scaled;
-heads turn by column in their first half and by row in the other. Nine patches become one feature.
+heads rotate by column in their first half and by row in the other. Nine patches become one feature.
 Some checkpoints limit what goes in and out of each projection; some standardise the features.
 Source: transformers 5.24, models/gemma4 and models/gemma4_unified.
 """
@@ -26,16 +26,16 @@ from .parts import (
     PatchBlock,
     PatchTower,
     Projected,
+    Rotation,
     TowerSizes,
-    Turn,
     frequencies,
     layer_norm,
     linear,
     rms_norm,
     rope_theta,
+    rotation_by,
     rows_and_columns,
     text_width,
-    turn_by,
     vision_config,
 )
 
@@ -79,13 +79,13 @@ class Gemma4Embed:
     table: mx.array  # (2, places, hidden) for columns and for rows
     frequencies: np.ndarray  # (D / 4,) of either half of a head
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation]:
         """Pixels are from 0 to 1 and become -1 to 1."""
         places = _places(tile, self.table.shape[1])[:, ::-1]  # (P, 2) column and row
-        turn = turn_by(places[..., None] * self.frequencies)  # two parts: columns and rows
+        rotation = rotation_by(places[..., None] * self.frequencies)  # two parts: columns and rows
         columns, rows = (mx.array(places[:, axis]) for axis in range(2))
         x = self.proj((2 * patches - 1).astype(self.table.dtype))
-        return x + self.table[0][columns] + self.table[1][rows], turn
+        return x + self.table[0][columns] + self.table[1][rows], rotation
 
 
 def _places(tile: Tile, count: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The tower of Inkling 2: a class token before the patches, layer scales, 2 x 2 patches a feature.
 
-Heads turn in neighbouring pairs, by columns with the first half of them and by rows with the
+Heads rotate in neighbouring pairs, by columns with the first half of them and by rows with the
 second; places count from 1, and the class token has place 0. Source: transformers 5.24,
 models/inkling2.
 """
@@ -23,8 +23,8 @@ from .parts import (
     PatchBlock,
     PatchTower,
     Projected,
+    Rotation,
     TowerSizes,
-    Turn,
     frequencies,
     layer_norm,
     linear,
@@ -32,9 +32,9 @@ from .parts import (
     plain_mlp,
     resampled,
     rope_theta,
+    rotation_by,
     rows_and_columns,
     text_width,
-    turn_by,
     vision_config,
 )
 
@@ -90,7 +90,7 @@ class InklingEmbed:
     norm: LayerNorm  # over all of them
     frequencies: NDArray[np.float64]  # (D / 4,) of rows, and of columns
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation]:
         """(1 + P, hidden), the class token first."""
         _, rows, columns = tile.grid
         x = self.proj(patches.astype(self.first.dtype))
@@ -101,7 +101,7 @@ class InklingEmbed:
         angles = np.concatenate(
             [at[:, 1:] * self.frequencies, at[:, :1] * self.frequencies], axis=-1
         )
-        return self.norm(mx.concatenate([self.first, x])), turn_by(angles[:, None])
+        return self.norm(mx.concatenate([self.first, x])), rotation_by(angles[:, None])
 
 
 def _centred(places: int, count: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from .parts import (
     is_fused,
     nearness,
     resampled,
-    turn_by,
+    rotation_by,
 )
 
 THETA = 10_000.0  # of rows and columns
@@ -218,13 +218,13 @@ class MergedTower:
             added = self.places(rows, columns).flatten(0, 1)[mx.array(order)].astype(x.dtype)
             x = (x.reshape(frames, rows * columns, -1) + added).flatten(0, 1)
         places = np.tile(np.stack(np.divmod(order, columns), -1), (frames, 1))  # (P, 2)
-        turns = frequencies(THETA, sizes.blocks.head_dim // 2)
-        turn = turn_by((places[:, :, None] * turns).reshape(len(places), 1, -1))
+        speeds = frequencies(THETA, sizes.blocks.head_dim // 2)
+        rotation = rotation_by((places[:, :, None] * speeds).reshape(len(places), 1, -1))
         yield x
         deep = []
         for index, block in enumerate(self.blocks):
             seen = of_frame if sizes.sees_all(index) else windows
-            x = yield from block.run(x, turn, seen)
+            x = yield from block.run(x, rotation, seen)
             if index in self.deep:
                 deep.append(self._in_order(self.deep[index](x), windows.order))
                 yield deep[-1]

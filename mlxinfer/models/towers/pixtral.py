@@ -1,6 +1,6 @@
 """The tower of Pixtral, and of Mistral 3 with a projector that merges patches.
 
-A norm behind the projection of pixels, RMS norms, no biases; heads turn by rows with their even
+A norm behind the projection of pixels, RMS norms, no biases; heads rotate by rows with their even
 frequencies and by columns with the odd ones. Source: Pixtral (arXiv 2410.07073), transformers 5.24:
 models/pixtral, models/mistral3 and models/llava.
 """
@@ -24,8 +24,8 @@ from .parts import (
     PatchTower,
     Project,
     Projected,
+    Rotation,
     TowerSizes,
-    Turn,
     attention,
     frequencies,
     gated_mlp,
@@ -34,9 +34,9 @@ from .parts import (
     plain_mlp,
     rms_norm,
     rope_theta,
+    rotation_by,
     rows_and_columns,
     text_width,
-    turn_by,
     vision_config,
 )
 
@@ -58,14 +58,14 @@ class PixtralEmbed:
     norm: RMSNorm  # behind it
     frequencies: np.ndarray  # (D / 2,) of a head
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation]:
         """The first half of the frequencies is of rows, the second of columns."""
         rows, columns = rows_and_columns(tile.grid).T[..., None]
         angles = np.concatenate(
             [rows * self.frequencies[::2], columns * self.frequencies[1::2]], axis=-1
         )
         x = self.proj(patches.astype(self.norm.weight.dtype))
-        return self.norm(x), turn_by(angles[:, None])
+        return self.norm(x), rotation_by(angles[:, None])
 
 
 @dataclass(slots=True, eq=False)

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, wrong_value
 from .files import Span, TensorInfo, WeightFile, new_pool, open_weights
 
 CHUNK_BYTES = 2 << 20  # of one task: few calls, and enough for all threads in one matrix
-SMALL_BYTES = 64 << 10  # so many zeros are written sooner than a thread of MLX has answered
+SMALL_BYTES = 64 << 10  # writing these zeros takes less time than a thread of MLX takes to answer
 WAKE_S = 0.1  # between two looks at Ctrl-C
 LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")

@@ -141,7 +141,7 @@ def _has_window(config: Mapping[str, Any]) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, or activations that are one function, but for what the comparison tolerates."""
+    """Equal for the comparison, or two names of one activation."""
     names = {"silu", "swish"}, {"gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast"}
     if isinstance(one, str):
         return one == other or any({one, other} <= pair for pair in names)

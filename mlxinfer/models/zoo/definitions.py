@@ -45,7 +45,7 @@ class AttendingCache:
     """The cache that an attention layer of a definition gets in place of mlx-lm's."""
 
     __slots__ = ()
-    attend: Callable[..., mx.array]  # gets what mlx-lm's function gets, but for the cache
+    attend: Callable[..., mx.array]  # gets what mlx-lm's function gets, except the cache
 
 
 class AttentionOverride:

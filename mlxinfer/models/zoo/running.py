@@ -2,7 +2,7 @@
 
 Batched, a model runs over a flat list of tokens, as native families do. A model that is called with
 ids (T, 1) sees T sequences of one token. It is given caches in which `offset` is the position of
-each token, so ropes turn every token by its own; its attention function passes queries, keys and
+each token, so ropes rotate every token by its own; its attention function passes queries, keys and
 values to the engine's caches, which know the sequences. All other layers work token by token.
 T = tokens of the step, H = heads, D = numbers of a key, V = of a value.
 

@@ -60,7 +60,7 @@ def respelled(args_type: type, config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in the spelling that mlx-lm reads, for a ModelArgs that ignores what it lacks.
 
     transformers 5 writes `rope_parameters`, which holds the theta, the kind of scaling and the part
-    of a head that turns; before, each was a key of its own.
+    of a head that rotates; before, each was a key of its own.
     """
     known = inspect.signature(args_type).parameters
     out = {key: _respelled_inner(value) for key, value in config.items()}

@@ -61,8 +61,8 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 class Thinking(msgspec.Struct, kw_only=True):
     """Whether the model may reason before it answers.
 
-    The switch has no effect on templates without one. The budget holds whatever the template: the
-    reasoning is closed after so many tokens.
+    The switch has no effect on templates without one. The budget holds for every template: the
+    reasoning is closed after that number of tokens.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]

@@ -184,7 +184,7 @@ class ChatRequest(ConstraintFields, kw_only=True):
 
     @property
     def reasoning_limit(self) -> int | None:
-        """The most tokens of reasoning, under whichever name; None: no limit."""
+        """The most tokens of reasoning, under any of its names; None: no limit."""
         given = {name: getattr(self, name) for name in BUDGETS}
         if isinstance(self.thinking, ThinkingSwitch):
             given["thinking.budget_tokens"] = self.thinking.budget_tokens

@@ -1,4 +1,4 @@
-"""Fields that say how tokens are chosen, whichever API they came by: sampling, and constraints.
+"""Fields of all APIs that say how tokens are chosen: sampling, and constraints.
 
 The numbers of SamplingParams are fields of every API, with the bounds that they have there, so a
 new one needs no line here. SamplerFields has those with other bounds and all that are no numbers. A

@@ -1,4 +1,4 @@
-"""Tools, calls and parts of messages in requests, whichever API they came by.
+"""Tools, calls and parts of messages in requests of all APIs.
 
 Functions, custom tools and namespaces are told to the model as functions. Hosted tools (web search,
 file search, MCP and others) and the shells of particular clients have nothing here that would run

@@ -35,7 +35,7 @@ def pattern_of(words: Sequence[str]) -> str:
 
 
 def expect_text(reader: TextReader, text: str) -> Parse[None]:
-    """Read a text, but for white space; raise Malformed if anything else stands here."""
+    """Read a text, with any white space; raise Malformed if anything else stands here."""
     yield from expect_words(reader, words_of(text))
 
 
@@ -50,7 +50,7 @@ def expect_words(reader: TextReader, words: Sequence[str]) -> Parse[None]:
 
 
 def skip_text(reader: TextReader, text: str) -> Parse[bool]:
-    """Read the marks of a text as far as they stand here; return whether the first one does."""
+    """Read the marks of a text until one is missing; return whether the first one does."""
     words = words_of(text)
     for number, word in enumerate(words):
         yield from reader.space()

@@ -72,7 +72,7 @@ class ToolUse:
         """Return the Lark grammar of the answer, None where it may be any text.
 
         A required call keeps to the schema of its tool. Optional calls do so if a tool is `strict`,
-        as far as the model marks its calls by tokens.
+        if the model marks its calls by tokens.
         """
         grammar = AnswerGrammar(tokenizer, reasoning, prompt_ids, self)
         if self.must_call:

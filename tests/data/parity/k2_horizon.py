@@ -137,13 +137,13 @@ def _attention(
 
 def _turned(config: Config, x: np.ndarray) -> np.ndarray:
     """Rope of x (T, heads, D): the first numbers of each half of a head turn."""
-    half, turning = x.shape[-1] // 2, config["rope_head_dim"] // 2
-    rates = config["rope_theta"] ** (-np.arange(turning) / turning)
+    half, pairs = x.shape[-1] // 2, config["rope_head_dim"] // 2
+    rates = config["rope_theta"] ** (-np.arange(pairs) / pairs)
     angles = (np.arange(len(x))[:, None] * rates)[:, None]  # (T, 1, pairs)
-    first, second = x[..., :turning], x[..., half : half + turning]
+    first, second = x[..., :pairs], x[..., half : half + pairs]
     y = x.copy()
-    y[..., :turning] = first * np.cos(angles) - second * np.sin(angles)
-    y[..., half : half + turning] = second * np.cos(angles) + first * np.sin(angles)
+    y[..., :pairs] = first * np.cos(angles) - second * np.sin(angles)
+    y[..., half : half + pairs] = second * np.cos(angles) + first * np.sin(angles)
     return y
 
 

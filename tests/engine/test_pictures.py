@@ -538,7 +538,7 @@ OTHERWISE = {  # the picture of the next test, changed in one field
     "tiles": {"tiles": picture(2, 2, 3).tiles, "digest": picture(2, 2, 3).digest},
     "token_ids": {"token_ids": (7, 7, 7, 8, 7, 7, 7)},
     "digest": {"digest": bytes(16)},
-    "grid": {"mrope_grid": (3, 1)},
+    "mrope_grid": {"mrope_grid": (3, 1)},
     "sees_itself": {"sees_itself": True},
     "times": {"times": (0, 5)},
 }

@@ -111,7 +111,7 @@ def test_a_window_makes_a_mistral() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"rope__dimension_count": 8}, UnsupportedModelError, "turns 8 of 16"),
+        ({"rope__dimension_count": 8}, UnsupportedModelError, "rotates 8 of 16"),
         ({"rope__scaling__type": "longrope"}, UnsupportedModelError, "longrope"),
         ({"rope__scaling__type": "dynamic"}, UnsupportedModelError, "dynamic.*linear or yarn"),
         ({"attention__temperature_length": 8}, UnsupportedModelError, "temperature_length"),

@@ -46,15 +46,15 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptChange:
     """Sums over the numbers of a change D, before and after rounding; those of parts add up."""
 
     squares: float = 0.0  # of D
     along: float = 0.0  # product of D and what became of it
     errors: float = 0.0  # squares of their differences
 
-    def __add__(self, other: "Kept") -> "Kept":
-        return Kept(
+    def __add__(self, other: "KeptChange") -> "KeptChange":
+        return KeptChange(
             self.squares + other.squares, self.along + other.along, self.errors + other.errors
         )
 
@@ -116,7 +116,7 @@ def finer(form: MLXFormat, bits: int) -> MLXFormat:
 
 def _what_is_kept(rounded: "Sequence[_Merging]", progress: Callable[[int, int], None]) -> str:
     """A sentence on what rounding leaves of a change; if that is little, on what leaves more."""
-    kept = Kept()
+    kept = KeptChange()
     for number, merging in enumerate(rounded, 1):
         kept += merging.kept(merging.form)
         progress(number, len(rounded))
@@ -127,7 +127,7 @@ def _what_is_kept(rounded: "Sequence[_Merging]", progress: Callable[[int, int], 
     )
     if kept.enough:
         return said
-    better, more, plain = Kept(), 0, 0
+    better, more, plain = KeptChange(), 0, 0
     for merging in rounded:
         form, count = finer(merging.form, 8), prod(merging.info.shape)
         better += merging.kept(fitting(form, merging.info.shape) or merging.form)
@@ -164,9 +164,9 @@ class _Merging:
         assert self.info.lossless is not None
         return self.info.lossless
 
-    def kept(self, form: MLXFormat) -> Kept:
+    def kept(self, form: MLXFormat) -> KeptChange:
         """What rounding to `form` leaves of the change, a part of the first axis at a time."""
-        total, count = Kept(), self.info.shape[0]
+        total, count = KeptChange(), self.info.shape[0]
         step = max(1, AT_ONCE // prod(self.info.shape[1:]))
         merging = replace(self, info=replace(self.info, lossless=form))
         for start in range(0, count, step):
@@ -176,7 +176,7 @@ class _Merging:
             after = merging.values(rows).astype(mx.float32) - before
             products = change * change, change * after, (after - change) ** 2
             sums = mx.stack([product.sum() for product in products])
-            total += Kept(*np.array(sums, np.float64).tolist())
+            total += KeptChange(*np.array(sums, np.float64).tolist())
         return total
 
     def _packed(self, merged: mx.array) -> Packed:

@@ -27,7 +27,7 @@ INPUTS = ("plan", *NAMES)  # of every such kernel, at the end
 ARRAYS = ", ".join(NAMES)  # in the call of `state_at`
 ROUNDING = {"float32": 2e-4, "float16": 2e-2, "bfloat16": 0.15}  # of numbers below 16
 
-Place = tuple[int, int]  # source and row
+StateRow = tuple[int, int]  # source and row
 Arrays = Sequence[Any]  # arrays; None in place of one that there is not
 Result = tuple[mx.array, mx.array]  # outputs (B, L, ...), and states (B, ...) float32
 
@@ -93,7 +93,7 @@ class StateStep(Form):
         return Variant.from_form(self.name, self, tokens=tokens)
 
 
-def plan_of(places: Sequence[Place], counts: Sequence[int]) -> mx.array:
+def plan_of(places: Sequence[StateRow], counts: Sequence[int]) -> mx.array:
     """(max(B, 3), 3) int32: longer than what MLX would pass in another address space.
 
     Args:

@@ -116,7 +116,7 @@ def attention(
     )
 
 
-class BlockLayer(IndexLayer):
+class BlockIndexLayer(IndexLayer):
     """The index keys of all tokens, in pages as keys and values are (transformers' MiniMax M3).
 
     A block ranks by the highest product of a query and a key of its tokens, and of equal ranks the
@@ -158,14 +158,14 @@ class BlockChoice(ChosenTokens):
     Hi = heads of the index, one for each KV head, d = numbers of a key.
 
     Args:
-        queries, served: see `BlockLayer.choose`.
+        queries, served: see `BlockIndexLayer.choose`.
     """
 
     __slots__ = ("_queries", "_served")
 
-    layer: BlockLayer
+    layer: BlockIndexLayer
 
-    def __init__(self, layer: BlockLayer, queries: mx.array, served: int) -> None:
+    def __init__(self, layer: BlockIndexLayer, queries: mx.array, served: int) -> None:
         super().__init__(layer)
         self._queries, self._served = queries, served
 

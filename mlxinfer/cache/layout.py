@@ -25,7 +25,7 @@ from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
 from ..metal_kernels.variants import ANY_ROWS, Fastest, KernelUse, ReadyFor, Variant
 from .compressed import CompressedLayer
-from .index import BlockLayer
+from .index import BlockIndexLayer
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
 from .paged import Formats, PagedLayer, unrotated
@@ -39,7 +39,7 @@ LAYERS: dict[type, Any] = {
     LatentSpec: LatentLayer,
     PooledSpec: PooledLayer,
     CompressedSpec: CompressedLayer,
-    BlockSpec: BlockLayer,
+    BlockSpec: BlockIndexLayer,
     StateSpec: StateLayer,
     OwnCacheSpec: OwnCaches,
 }

@@ -28,9 +28,9 @@ from .pages import StateGroup
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 Lengths = mx.array | None  # (B,) tokens of each sequence that count; None: all
 Read = Callable[[], tuple[Arrays, Lengths]]  # states before a part, (B, ...) each
-Place = Callable[[], tuple[mx.array, list[Arrays]]]  # the same where they lie; see `state_step`
+InPlace = Callable[[], tuple[mx.array, list[Arrays]]]  # the same where they lie; see `state_step`
 # (inputs of a part, read, place) -> outputs, and states after the tokens that count
-Advance = Callable[[Arrays, Read, Place], tuple[mx.array, Arrays]]
+Advance = Callable[[Arrays, Read, InPlace], tuple[mx.array, Arrays]]
 
 
 @dataclass(slots=True, eq=False)

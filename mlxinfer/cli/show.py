@@ -107,10 +107,10 @@ def describe(
 
 
 def _verdict(model_type: str | None) -> str:
-    from ..models.zoo.compared import Verdict, verdict_of
+    from ..models.zoo.compared import ZooVerdict, verdict_of
 
     verdict = verdict_of(str(model_type))[0]
-    return verdict if verdict is Verdict.OUT_OF_SCOPE else Verdict.REFUSED
+    return verdict if verdict is ZooVerdict.OUT_OF_SCOPE else ZooVerdict.REFUSED
 
 
 def _needs(

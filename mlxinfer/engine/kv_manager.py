@@ -16,7 +16,7 @@ from .batch import Namespace, Sequence
 from .pagestore import PageStore
 from .snapshots import Snapshots
 
-Place = tuple[str | None, int]
+ClientSlot = tuple[str | None, int]
 """The owner of a request, and its slot: a number of the client's choice."""
 MAX_PLACES = 64  # of an owner, with a prompt that is remembered
 
@@ -58,7 +58,7 @@ class KVManager:
         self._states: Snapshots | None = None
         if states is not None:
             self._states = Snapshots(states, self.prefix, self.names_of, reuse=reuse)
-        self._prompts: dict[Place, tuple[Namespace | None, list[int]]] = {}  # oldest first
+        self._prompts: dict[ClientSlot, tuple[Namespace | None, list[int]]] = {}  # oldest first
 
     # -- beginning ------------------------------------------------------------------------------
 
@@ -324,14 +324,14 @@ class KVManager:
 
     # -- prompts that may be saved --------------------------------------------------------------
 
-    def _remember(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
+    def _remember(self, place: ClientSlot, prompt: tuple[Namespace | None, list[int]]) -> None:
         self._prompts.pop(place, None)
         self._prompts[place] = prompt
         places = [other for other in self._prompts if other[0] == place[0]]
         if len(places) > MAX_PLACES:
             del self._prompts[places[0]]
 
-    def prompt_of(self, place: Place) -> tuple[Namespace | None, list[int]]:
+    def prompt_of(self, place: ClientSlot) -> tuple[Namespace | None, list[int]]:
         """Namespace and ids (computed ones only) of the last request of a slot that ended.
 
         Raises:
@@ -343,7 +343,7 @@ class KVManager:
             )
         return self._prompts[place]
 
-    def load(self, place: Place, prompt: tuple[Namespace | None, list[int]]) -> None:
+    def load(self, place: ClientSlot, prompt: tuple[Namespace | None, list[int]]) -> None:
         assert self._store is not None
         self._remember(place, prompt)
         namespace, ids = prompt

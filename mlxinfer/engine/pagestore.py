@@ -30,7 +30,7 @@ SAVE_S = 10.0  # how long a shutdown may take to save what is cached
 FORGET = 0.8  # weight of what was measured before, at each new measurement
 TRIES = 16  # one in 16 fetches that seem too slow is made: a disk may have become quicker
 
-Place = tuple[int, int]
+GroupPage = tuple[int, int]
 """Page number, layer group."""
 
 
@@ -303,7 +303,7 @@ class PageStore:
         prefix.let_go(users, anchored=True)
         return tiers
 
-    def _make_room(self, prefix: PrefixCache, loaded: dict[Place, Entry]) -> bool:
+    def _make_room(self, prefix: PrefixCache, loaded: dict[GroupPage, Entry]) -> bool:
         """Evict until each group has free pages for what was loaded; False: too many are needed."""
         counts = [sum(g == group for _, g in loaded) for group in prefix.attention]
         for group, (count, allocator) in enumerate(zip(counts, prefix.allocators, strict=True)):
@@ -313,7 +313,7 @@ class PageStore:
         return all(count <= allocator.num_free for count, allocator in groups)
 
     def _insert(
-        self, prefix: PrefixCache, names: PageNames, loaded: dict[Place, Entry]
+        self, prefix: PrefixCache, names: PageNames, loaded: dict[GroupPage, Entry]
     ) -> PagesByGroup:
         users: PagesByGroup = {group: [] for group in prefix.attention}
         for group, allocator in enumerate(prefix.allocators):
@@ -353,7 +353,7 @@ class PageStore:
                 return search
         return None
 
-    def _load(self, search: "PageSearch", wanted: list[Place]) -> bool:
+    def _load(self, search: "PageSearch", wanted: list[GroupPage]) -> bool:
         """Load pages. False: one is missing, and the search knows it now."""
         started_s = self._clock()
         keys = [search.key(*place) for place in wanted]
@@ -370,7 +370,7 @@ class PageStore:
         num_bytes = sum(entry.payload.nbytes for entry, _ in entries.values())
         self._reading.add(num_bytes, self._clock() - started_s)
         self._read_meanwhile = True
-        lacking: list[Place] = []
+        lacking: list[GroupPage] = []
         for place, key in zip(wanted, keys, strict=True):
             entry, tier_name = entries.get(key, (None, ""))
             if entry is None or entry.payload.nbytes != self.page_bytes[place[1]]:
@@ -400,7 +400,7 @@ class PageStore:
 
     # -- saved prompts --------------------------------------------------------------------------
 
-    def places(self, names: PageNames, disk: DiskTier) -> tuple[int, list[Place]]:
+    def places(self, names: PageNames, disk: DiskTier) -> tuple[int, list[GroupPage]]:
         """Pages after which a prompt can go on from the disk alone; places of their entries."""
         stop, groups = len(names.token_ids) // self.page_size, range(len(self.page_bytes))
         places = [(number, group) for number in range(stop) for group in groups]
@@ -438,8 +438,8 @@ class PageSearch:
     point: RestorePoint  # what memory has of it
     stop: int  # pages, those in memory included
     # places that were looked for below memory; whether a tier has them
-    known: dict[Place, bool] = field(default_factory=dict)
-    read: dict[Place, Entry] = field(default_factory=dict)  # entries that were loaded
+    known: dict[GroupPage, bool] = field(default_factory=dict)
+    read: dict[GroupPage, Entry] = field(default_factory=dict)  # entries that were loaded
     # page number -> the name of the tier from which it came
     tiers: dict[int, str] = field(default_factory=dict)
     offered: Collection[bytes] = ()  # keys that count as there, too, because peers have them
@@ -460,20 +460,20 @@ class PageSearch:
         """The most pages after which all groups can go on, from memory and tiers together."""
         return self.store.reachable(self.stop, self.has, self.point.spans)
 
-    def places(self, groups: Iterable[int]) -> list[Place]:
+    def places(self, groups: Iterable[int]) -> list[GroupPage]:
         """Places of groups after the prefix in memory, the first pages first."""
         groups = list(groups)
         return [(n, group) for n in range(self.point.num_pages, self.stop) for group in groups]
 
-    def wanted(self, num_pages: int) -> list[Place]:
+    def wanted(self, num_pages: int) -> list[GroupPage]:
         """Places to be read for going on after `num_pages`, the first pages first."""
         needed = self._needed(num_pages)
         return sorted(p for p in needed if not self.point.holds(*p) and p not in self.read)
 
-    def loaded(self) -> dict[Place, Entry]:
+    def loaded(self) -> dict[GroupPage, Entry]:
         return {place: self.read[place] for place in self._needed(self.stop) if place in self.read}
 
-    def _needed(self, num_pages: int) -> list[Place]:
+    def _needed(self, num_pages: int) -> list[GroupPage]:
         """Pages that the token after `num_pages` needs, by group; for states, the last page."""
         store = self.store
         needed = [

@@ -27,7 +27,7 @@ from ..config import PeerOptions
 from ..errors import MlxinferError
 from .batch import Sequence
 from .kv_manager import KVManager
-from .pagestore import MIN_PAGES, PageSearch, PageStore, Place, Rate
+from .pagestore import MIN_PAGES, GroupPage, PageSearch, PageStore, Rate
 
 if TYPE_CHECKING:
     import httpx2
@@ -371,21 +371,21 @@ class PeerFetches:
         if self._store.pays(num_new * self._store.page_size, link_s):
             await self._take(fetch, places)
 
-    def _by_peer(self, fetch: Fetch, places: Seq[Place]) -> dict[Peer, list[Place]]:
-        places_by_peer: dict[Peer, list[Place]] = {}
+    def _by_peer(self, fetch: Fetch, places: Seq[GroupPage]) -> dict[Peer, list[GroupPage]]:
+        places_by_peer: dict[Peer, list[GroupPage]] = {}
         for place in places:
             peer = fetch.offers.get(fetch.search.key(*place))
             if peer is not None and not fetch.search.known.get(place):
                 places_by_peer.setdefault(peer, []).append(place)
         return places_by_peer
 
-    async def _take(self, fetch: Fetch, places: Seq[Place]) -> None:
+    async def _take(self, fetch: Fetch, places: Seq[GroupPage]) -> None:
         places_by_peer = self._by_peer(fetch, places)
         await asyncio.gather(
             *(self._take_from(fetch, *peer_places) for peer_places in places_by_peer.items())
         )
 
-    async def _take_from(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
+    async def _take_from(self, fetch: Fetch, peer: Peer, places: list[GroupPage]) -> None:
         most = pages_at_once(self._store)
         batches = [places[i : i + most] for i in range(0, len(places), most)]
         began_s, before = time.monotonic(), peer.counts["bytes"]
@@ -394,7 +394,7 @@ class PeerFetches:
         finally:
             peer.sending.add(peer.counts["bytes"] - before, time.monotonic() - began_s)
 
-    async def _take_batch(self, fetch: Fetch, peer: Peer, places: list[Place]) -> None:
+    async def _take_batch(self, fetch: Fetch, peer: Peer, places: list[GroupPage]) -> None:
         """Stage the pages of one request; pages that do not come are computed."""
         search, page = fetch.search, self._store.page_size
         by_key = {search.key(*place): place for place in places}
@@ -404,5 +404,5 @@ class PeerFetches:
                 self._store.received.store(entry)
                 search.known[by_key[entry.key]] = True
 
-    def _num_bytes(self, places: Seq[Place]) -> int:
+    def _num_bytes(self, places: Seq[GroupPage]) -> int:
         return sum(self._store.page_bytes[group] for _, group in places)

@@ -11,7 +11,7 @@ from ..cache.disk import DiskTier
 from ..cache.disk.saved import SavedPrompt
 from ..errors import InvalidRequestError, OverloadedError, RequestFailedError, shown
 from .batch import namespace_of
-from .kv_manager import Place
+from .kv_manager import ClientSlot
 from .pagestore import PageStore
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def open_store(loop: "Loop") -> tuple[PageStore, DiskTier]:
 class Saving:
     """Writes the prompt of a slot to the disk, in pieces for `Engine.change`."""
 
-    def __init__(self, place: Place, salt: str | None) -> None:
+    def __init__(self, place: ClientSlot, salt: str | None) -> None:
         self._place, self._salt = place, salt
         self.prompt: SavedPrompt
 
@@ -110,7 +110,7 @@ def root_of(loop: "Loop", prompt: SavedPrompt, salt: str | None) -> bytes:
     return prefix.root_of(namespace_of(prompt.adapter, prompt.rope_variant, salt))
 
 
-def load(loop: "Loop", place: Place, prompt: SavedPrompt, salt: str | None) -> None:
+def load(loop: "Loop", place: ClientSlot, prompt: SavedPrompt, salt: str | None) -> None:
     """Bring a saved prompt from the disk into memory, until memory is full."""
     namespace = namespace_of(prompt.adapter, prompt.rope_variant, salt)
     loop.scheduler.kv_manager.load(place, (namespace, list(prompt.token_ids)))

@@ -73,7 +73,7 @@ class BlockPlace(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class BlockLayer(Layer):
+class MixedLayer(Layer):
     """Attention and experts, each behind a mixture, a norm and before a convolution."""
 
     mixer: RelativeAttention

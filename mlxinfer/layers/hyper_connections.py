@@ -27,7 +27,7 @@ Block = Callable[[mx.array], mx.array]
 """A block of a layer: hidden states (T, hidden) -> its output (T, hidden)."""
 
 
-class Connection(Protocol):
+class HyperConnection(Protocol):
     """The way from the streams into a block and back."""
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
@@ -195,7 +195,7 @@ class Streams:
 class StreamLayer(Layer):
     """A layer whose residual is several streams. Its norms are parts of its connections."""
 
-    connections: tuple[Connection, Connection]  # of the mixer, and of the other block
+    connections: tuple[HyperConnection, HyperConnection]  # of the mixer, and of the other block
     mixer: LayerMixer
     mlp: FeedForward
     inject: Inject | None = None  # what is added before

@@ -45,7 +45,7 @@ _ENCODER = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class BlockLayer:
+class DraftLayer:
     """One pre-norm layer with attention that reads a context beside the block."""
 
     input_norm: Norm
@@ -124,7 +124,7 @@ class BlockDraft:
         taps: Sequence[int],
         fc: Projection,
         hidden_norm: Norm,
-        layers: Sequence[BlockLayer],
+        layers: Sequence[DraftLayer],
         norm: Norm,
         block_size: int,
         mask_token_id: int,
@@ -255,14 +255,14 @@ def _block_size(stated: Fields, fields: Fields) -> int:
 class _Builder(Qwen3):
     """Makes the layers: Qwen 3's, with Q apart from K and V."""
 
-    def block_layer(self, index: int, causal: bool | None) -> BlockLayer:
+    def block_layer(self, index: int, causal: bool | None) -> DraftLayer:
         """Layer `index`. Windows go with causality unless the config says otherwise."""
         config, weights = self.config, self.weights
         path, hidden, dim = f"model.layers.{index}", config.hidden_size, config.head_dim
         window, rope = config.windows[index], config.ropes[index]
         assert rope is not None
         attention = f"{path}.self_attn"
-        return BlockLayer(
+        return DraftLayer(
             input_norm=self.norm(f"{path}.input_layernorm"),
             q_proj=weights.linear(
                 f"{attention}.q_proj", config.num_heads * dim, hidden, bias=config.qkv_bias

@@ -101,7 +101,7 @@ def normalised(vectors: mx.array) -> mx.array:
     return vectors / mx.maximum(lengths, TINY)
 
 
-class Projected:
+class DenseHead:
     """A projection and an activation: (N, d) -> (N, e)."""
 
     __slots__ = ("activation", "dtype", "projection")
@@ -145,7 +145,7 @@ class PoolingModel:
 
     @property
     def num_bytes(self) -> int:
-        behind = [module for module in self.pooler.behind if isinstance(module, Projected)]
+        behind = [module for module in self.pooler.behind if isinstance(module, DenseHead)]
         return self.model.num_bytes + sum(array.nbytes for array in arrays(behind))
 
 
@@ -196,7 +196,7 @@ def load_pooling(
         pooler = Pooler(pooling.modes, behind)
     else:
         pooler, dim = _scorer(pooling, model, head), 1
-    mx.eval(list(arrays([module for module in pooler.behind if isinstance(module, Projected)])))
+    mx.eval(list(arrays([module for module in pooler.behind if isinstance(module, DenseHead)])))
     return PoolingModel(model, pooler, pooling, dim)
 
 
@@ -243,7 +243,7 @@ def _modules(
             projection = stored_weights.linear(
                 path, module.out_dims, module.in_dims, bias=module.bias
             )
-            behind.append(Projected(projection, module.activation, stored_weights.dtype))
+            behind.append(DenseHead(projection, module.activation, stored_weights.dtype))
             dim = module.out_dims
     return behind, dim
 
@@ -279,7 +279,7 @@ def _classifier(config: ModelConfig, head: Weights) -> tuple[tuple[str, ...], li
 
     def linear(path: str, out_dims: int, activation: str = "identity") -> Vectors:
         bias = f"{path}.bias" in head
-        return Projected(head.linear(path, out_dims, hidden, bias=bias), activation, head.dtype)
+        return DenseHead(head.linear(path, out_dims, hidden, bias=bias), activation, head.dtype)
 
     if "score.weight" in head:  # decoders
         return ("lasttoken",), [linear("score", 1)]

@@ -6,7 +6,7 @@ import signal
 import sys
 
 from .follower import follow
-from .hosts import Place
+from .hosts import RankPlace
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     given = json.loads(sys.stdin.buffer.read())
     secret = bytes.fromhex(given.pop("secret"))
-    follow(Place(**{**given, "control": tuple(given["control"])}), secret, None)
+    follow(RankPlace(**{**given, "control": tuple(given["control"])}), secret, None)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from . import messages
 from .adapters import OwnAdapters
 from .control import Connection, connect
 from .disk import OwnDisk
-from .hosts import Place, require_free
+from .hosts import RankPlace, require_free
 from .join import FORM_S, JOIN_S, WAIT_S, GroupLink, hello_of, join_group
 from .wire import StepMessage, StepReader, WorkMessage, checksum
 
@@ -63,7 +63,7 @@ class Follower:
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         connection: Connection,
         find: Find | None,
         ended: Callable[[], None] = lambda: os._exit(0),
@@ -292,7 +292,7 @@ class Follower:
 
 
 def follow(
-    place: Place,
+    place: RankPlace,
     secret: bytes,
     find: Find | None,
     *,

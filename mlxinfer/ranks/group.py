@@ -31,7 +31,7 @@ from ..models.language import LanguageModel
 from . import messages
 from .adapters import OtherAdapters
 from .disk import OtherDisks
-from .hosts import LocalRanks, Place, RankOptions, local_place, shared_secret
+from .hosts import LocalRanks, RankOptions, RankPlace, local_place, shared_secret
 from .join import GroupLink, gather_others, join_group, shut_ring
 from .wire import StepWriter, checksum
 
@@ -63,7 +63,7 @@ class RankGroup(Followers):
 
     def __init__(
         self,
-        place: Place,
+        place: RankPlace,
         secret: bytes,
         *,
         local: LocalRanks | None = None,
@@ -452,7 +452,9 @@ def open_group(
     return group
 
 
-def _group_of(options: RankOptions, place: Place | None, check: Callable[[], None]) -> RankGroup:
+def _group_of(
+    options: RankOptions, place: RankPlace | None, check: Callable[[], None]
+) -> RankGroup:
     """The group of this process, formed if it has none. Raises what `open_group` raises."""
     size = options.ranks if place is None else place.size
     with _lock:

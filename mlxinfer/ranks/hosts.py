@@ -26,7 +26,7 @@ MIN_SECRET = 16  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One rank among others."""
 
     rank: int
@@ -39,11 +39,11 @@ def _wrong(problem: str) -> InvalidRequestError:
     return InvalidRequestError(problem, param="hostfile")
 
 
-def local_place(size: int) -> Place:
+def local_place(size: int) -> RankPlace:
     """Rank 0 of `size` ranks on this machine, at free ports."""
     ports = free_ports(size + 1)
     ring = [[f"127.0.0.1:{port}"] for port in ports[1:]]
-    return Place(0, size, ring, ("127.0.0.1", ports[0]))
+    return RankPlace(0, size, ring, ("127.0.0.1", ports[0]))
 
 
 def free_ports(count: int) -> list[int]:
@@ -58,7 +58,7 @@ def free_ports(count: int) -> list[int]:
             listener.close()
 
 
-def read_hosts(path: Path, rank: int | None) -> Place:
+def read_hosts(path: Path, rank: int | None) -> RankPlace:
     """One rank of a host file.
 
     Args:
@@ -89,10 +89,10 @@ def read_hosts(path: Path, rank: int | None) -> Place:
         (rank,) = here
     if not 0 <= rank < len(ring):
         raise InvalidRequestError.of("rank", f"is {rank}; {path} has {len(ring)} hosts, from 0.")
-    return Place(rank, len(ring), ring, _control(ring[0][0].rpartition(":")[0]))
+    return RankPlace(rank, len(ring), ring, _control(ring[0][0].rpartition(":")[0]))
 
 
-def launched(environ: Mapping[str, str] = os.environ) -> Place | None:
+def launched(environ: Mapping[str, str] = os.environ) -> RankPlace | None:
     """The rank that mlx.launch gave this process; None: it did not start it.
 
     Raises:
@@ -172,7 +172,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     return int(stated)
 
 
-def require_free(place: Place) -> None:
+def require_free(place: RankPlace) -> None:
     """Raise RanksFailedError unless this rank can bind its own addresses of the ring.
 
     MLX would say so too, but other ranks may wait for this one in C++ by then.
@@ -238,7 +238,7 @@ class RankOptions:
         return self.ranks == 1 and self.hostfile is None and launched() is None
 
     @property
-    def elsewhere(self) -> Place | None:
+    def elsewhere(self) -> RankPlace | None:
         """This process among ranks that others start too; None: it is alone, or starts them.
 
         Raises:
@@ -268,7 +268,7 @@ class LocalRanks:
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, place: Place, secret: bytes) -> None:
+    def start(self, place: RankPlace, secret: bytes) -> None:
         """Start them. Their settings go over standard input, where no one else sees them."""
         for rank in range(1, place.size):
             process = subprocess.Popen(

@@ -17,7 +17,7 @@ import mlx.core as mx
 from ..errors import RanksFailedError
 from ..layers.ranks import Summand
 from .control import Connection, Hello, gather, listen
-from .hosts import LocalRanks, Place, require_free
+from .hosts import LocalRanks, RankPlace, require_free
 
 FORM_S = 120.0  # that processes of this machine may take to come
 WAIT_S = 3600.0  # ... and machines, which may be starting
@@ -25,13 +25,13 @@ JOIN_S = 60.0  # that MLX may take to join them: it tries a connection for half 
 log = logging.getLogger("mlxinfer.ranks")
 
 
-def hello_of(place: Place) -> Hello:
+def hello_of(place: RankPlace) -> Hello:
     version = f"mlxinfer {installed('mlxinfer')}, MLX {installed('mlx')}"
     return Hello(place.rank, place.size, version, os.getpid(), place.ring)
 
 
 def gather_others(
-    place: Place, secret: bytes, local: LocalRanks | None, check: Callable[[], None]
+    place: RankPlace, secret: bytes, local: LocalRanks | None, check: Callable[[], None]
 ) -> dict[int, Connection]:
     """Rank 0's connections to the others, which it starts itself where `local` is given.
 
@@ -63,7 +63,7 @@ def gather_others(
         raise
 
 
-def join_group(place: Place) -> mx.distributed.Group:
+def join_group(place: RankPlace) -> mx.distributed.Group:
     """The group of all ranks; waits for them.
 
     If another rank ends at this moment, MLX waits for it for ever, and lets no Python run
@@ -80,7 +80,7 @@ def join_group(place: Place) -> mx.distributed.Group:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _joined(place: Place) -> mx.distributed.Group:
+def _joined(place: RankPlace) -> mx.distributed.Group:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(place.ring, file)
         file.flush()

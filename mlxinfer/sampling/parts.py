@@ -140,7 +140,7 @@ MAX_AMOUNT = 1e30
 # -- functions of the caller ------------------------------------------------------------------
 
 
-class History:
+class TokenHistory:
     """The tokens of one request, prompt and answer, for its `logits_processors`."""
 
     __slots__ = ("_num_prompt", "_tokens")
@@ -375,7 +375,7 @@ def _one_more(tokens: mx.array, lengths: mx.array, breakers: mx.array, place: in
 
 # In the order of their work. A new penalty is a function and a row here.
 PENALTIES = (
-    SamplerPart(process, lambda p: bool(p.logits_processors), memory=History),
+    SamplerPart(process, lambda p: bool(p.logits_processors), memory=TokenHistory),
     SamplerPart(
         repetition,
         lambda p: p.repetition_penalty != 1 and p.repetition_window != 0,

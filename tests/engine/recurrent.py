@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cache.state import Arrays, Place, Read
+from mlxinfer.cache.state import Arrays, InPlace, Read
 from mlxinfer.cache_specs import StateSpec
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.variants import KernelUse, ModelForm
@@ -45,7 +45,7 @@ class Recurrence:
         y: mx.array = step.read_checked(step.caches[self].recur([x], self.advance))
         return y if residual is None else residual + y
 
-    def advance(self, inputs: Arrays, read: Read, place: Place) -> tuple[mx.array, Arrays]:
+    def advance(self, inputs: Arrays, read: Read, place: InPlace) -> tuple[mx.array, Arrays]:
         """Outputs (B, L, D), and the states after the tokens that count."""
         (x,), (states, lengths) = inputs, read()
         shifted = mx.concatenate([states[1][:, None], x[:, :-1]], axis=1)

@@ -10,7 +10,7 @@ from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models.registry import SUPPORTED, is_native
 from mlxinfer.models.zoo.choice import choose
 from mlxinfer.models.zoo.compared import (
-    Verdict,
+    ZooVerdict,
     refuse_wrong,
     settings,
     unsupported,
@@ -111,7 +111,7 @@ def test_both_pages_say_the_same_of_a_type() -> None:
     assert len(told) > 50
     for name in told.keys() & set(verdicts()["generating"]):
         (how, why), (verdict, _) = told[name], verdict_of(name)
-        runs = verdict in (Verdict.COMPARED, Verdict.NOT_COMPARABLE)
+        runs = verdict in (ZooVerdict.COMPARED, ZooVerdict.NOT_COMPARABLE)
         if how in ("batched", "alone") and not runs:
             assert why == other_design(name) != "", name
         assert not (how == "refused" and runs), name

@@ -24,7 +24,7 @@ from mlxinfer.models.zoo.choice import Formats, build, choose, quantise
 from mlxinfer.models.zoo.compared import (
     UNSUPPORTED,
     VERDICTS,
-    Verdict,
+    ZooVerdict,
     unsupported,
     verdict_of,
     verdicts,
@@ -60,11 +60,11 @@ List of 30 November 2026:
 - Texts alone are read of models that see and have no row in [models.md](models.md#models-that-see).
 """
 MEANING = {
-    Verdict.NATIVE: "a family of mlxinfer, with the logits of transformers",
-    Verdict.COMPARED: "mlx-lm's definition; its logits are those of transformers",
-    Verdict.NOT_COMPARABLE: "mlx-lm's definition, which is only compared with itself",
-    Verdict.REFUSED: "it does not load; the error names the reason",
-    Verdict.OUT_OF_SCOPE: "no model that answers texts with texts",
+    ZooVerdict.NATIVE: "a family of mlxinfer, with the logits of transformers",
+    ZooVerdict.COMPARED: "mlx-lm's definition; its logits are those of transformers",
+    ZooVerdict.NOT_COMPARABLE: "mlx-lm's definition, which is only compared with itself",
+    ZooVerdict.REFUSED: "it does not load; the error names the reason",
+    ZooVerdict.OUT_OF_SCOPE: "no model that answers texts with texts",
 }
 
 
@@ -176,20 +176,20 @@ def limits(kind: str) -> str:
 
 def generating_page() -> str:
     """docs/model_types.md: what runs each type of transformers' lists for text generation."""
-    of: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
+    of: dict[ZooVerdict, list[str]] = {verdict: [] for verdict in ZooVerdict}
     for kind in verdicts()["generating"]:
-        of[Verdict.NATIVE if kind in SUPPORTED else verdict_of(kind)[0]].append(kind)
+        of[ZooVerdict.NATIVE if kind in SUPPORTED else verdict_of(kind)[0]].append(kind)
     lines = [
         HEAD.format(count=len(verdicts()["generating"]), version=verdicts()["transformers"]),
-        *(f"| {verdict} | {len(of[verdict])} | {MEANING[verdict]} |" for verdict in Verdict),
+        *(f"| {verdict} | {len(of[verdict])} | {MEANING[verdict]} |" for verdict in ZooVerdict),
         "\n## native\n",
-        in_full([kind for kind in of[Verdict.NATIVE] if kind not in ENCODERS]),
+        in_full([kind for kind in of[ZooVerdict.NATIVE] if kind not in ENCODERS]),
         "\nEncoders, which give vectors:\n",
-        in_full([kind for kind in of[Verdict.NATIVE] if kind in ENCODERS]),
+        in_full([kind for kind in of[ZooVerdict.NATIVE] if kind in ENCODERS]),
         "\n## mlx-lm, compared\n\n| type | runs only with |\n|---|---|",
-        *(f"| `{kind}` | {limits(kind)} |" for kind in of[Verdict.COMPARED]),
+        *(f"| `{kind}` | {limits(kind)} |" for kind in of[ZooVerdict.COMPARED]),
     ]
-    for verdict in (Verdict.NOT_COMPARABLE, Verdict.REFUSED, Verdict.OUT_OF_SCOPE):
+    for verdict in (ZooVerdict.NOT_COMPARABLE, ZooVerdict.REFUSED, ZooVerdict.OUT_OF_SCOPE):
         because: dict[str, list[str]] = {}
         for kind in of[verdict]:
             because.setdefault(verdict_of(kind)[1], []).append(kind)

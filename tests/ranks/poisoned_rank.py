@@ -25,7 +25,7 @@ from mlxinfer.metal_kernels.selfcheck import Gpu
 from mlxinfer.models import load
 from mlxinfer.ranks import follower
 from mlxinfer.ranks.group import RankGroup
-from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
+from mlxinfer.ranks.hosts import LocalRanks, RankPlace, local_place
 
 GPU = Gpu(Launch.on_metal, "a GPU", timer=lambda calls: dict.fromkeys(calls, 1.0))
 
@@ -33,7 +33,7 @@ GPU = Gpu(Launch.on_metal, "a GPU", timer=lambda calls: dict.fromkeys(calls, 1.0
 class OtherRank(LocalRanks):
     """Rank 1 is this program, too."""
 
-    def start(self, place: Place, secret: bytes) -> None:
+    def start(self, place: RankPlace, secret: bytes) -> None:
         settings = json.loads(sys.argv[1])
         settings["place"] = {**asdict(place), "rank": 1, "secret": secret.hex()}
         command = [sys.executable, "-m", "ranks.poisoned_rank", json.dumps(settings)]
@@ -52,7 +52,7 @@ def follow(settings: dict[str, Any]) -> None:
     follower.choose_on_this_machine = lambda: choose_all(set())  # type: ignore[assignment]
     device = Poisoned(settings["file"], since=settings["since"], value=float("nan"))
     with running_on(device):
-        follower.follow(Place(**{**place, "control": tuple(place["control"])}), secret, None)
+        follower.follow(RankPlace(**{**place, "control": tuple(place["control"])}), secret, None)
 
 
 def ask(settings: dict[str, Any]) -> dict[str, Any]:

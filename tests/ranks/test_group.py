@@ -19,7 +19,7 @@ from mlxinfer.ranks import follower as follower_module
 from mlxinfer.ranks import group as group_module
 from mlxinfer.ranks.control import Connection, connect
 from mlxinfer.ranks.group import RankGroup
-from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
+from mlxinfer.ranks.hosts import LocalRanks, RankPlace, local_place
 from mlxinfer.ranks.join import hello_of, shut_ring
 from mlxinfer.ranks.messages import Checked, Loaded
 from mlxinfer.ranks.wire import StepWriter, checksum
@@ -55,7 +55,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     ours, theirs = ({rank: proven(pair[end]) for rank, pair in pairs.items()} for end in (0, 1))
     monkeypatch.setattr(group_module, "gather_others", lambda *_: ours)
     monkeypatch.setattr(group_module, "join_group", lambda place: NoLink())
-    made = RankGroup(Place(0, 3, [], ("127.0.0.1", 1)), b"")
+    made = RankGroup(RankPlace(0, 3, [], ("127.0.0.1", 1)), b"")
     for connection in theirs.values():  # to form a group, and the watcher's first ping
         connection.receive()
         connection.receive()
@@ -110,7 +110,7 @@ def test_a_fault_while_orders_are_read_ends_the_rank(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(follower_module, "END_S", 0.0)
     with pytest.raises(EndedError):
-        follower_module.Follower(Place(1, 2, [], ("", 1)), Broken(), None, ended).run()  # type: ignore[arg-type]
+        follower_module.Follower(RankPlace(1, 2, [], ("", 1)), Broken(), None, ended).run()  # type: ignore[arg-type]
     wait_until(lambda: len(ends) == 2)
 
 

@@ -14,8 +14,8 @@ from mlxinfer.errors import InvalidRequestError, RanksFailedError
 from mlxinfer.ranks import control
 from mlxinfer.ranks.control import Connection, Hello, connect, gather, listen
 from mlxinfer.ranks.hosts import (
-    Place,
     RankOptions,
+    RankPlace,
     free_ports,
     launched,
     read_hosts,
@@ -178,7 +178,7 @@ def test_a_side_that_says_nothing_is_noticed():
 def test_a_port_of_the_ring_that_is_taken_is_known_before_others_wait(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        place = Place(1, 2, [["127.0.0.1:1"], [f"127.0.0.1:{port}"]], ("127.0.0.1", 1))
+        place = RankPlace(1, 2, [["127.0.0.1:1"], [f"127.0.0.1:{port}"]], ("127.0.0.1", 1))
         with pytest.raises(RanksFailedError, match=f"Rank 1 cannot use 127.0.0.1 port {port}"):
             require_free(place)
     require_free(place)

@@ -35,7 +35,7 @@ _TEXT_TYPES = {  # what transformers calls the text inside, where it has another
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
+class TowerFile:
     """A tower read from a file: config fields, tensors, and preprocessor_config.json."""
 
     config: Config
@@ -64,7 +64,7 @@ class Tower:
 
 def read_tower(
     metadata: Mapping[str, Any], entries: Mapping[str, Entry], text: ArchitectureFields, label: str
-) -> Tower:
+) -> TowerFile:
     """The tower of a file with this metadata and these tensors, for a text."""
     facts = ArchitectureFields(metadata, label)
     kind, model_type = _kind(facts, text)
@@ -78,7 +78,7 @@ def read_tower(
     hears = sum(name.startswith(_HEARS) for name in entries)
     note = f"The part of {Path(label).name} that hears ({hears} tensors) is left out."
     readers = _readers(kind, entries, vision, label)
-    return Tower(config, readers, processor, (note,) if hears else ())
+    return TowerFile(config, readers, processor, (note,) if hears else ())
 
 
 _ALIKE = (  # what tensors say too, what is the same in all of a family, or what has one meaning

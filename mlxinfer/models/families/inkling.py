@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ...cache_specs import KVSpec, StateSpec
 from ...errors import CheckpointError
-from ...layers.block_residual import BlockLayer, BlockPlace, MessageGate, Messages, MixedBlocks
+from ...layers.block_residual import BlockPlace, MessageGate, Messages, MixedBlocks, MixedLayer
 from ...layers.linear import Projection
 from ...layers.mlp import Gated
 from ...layers.norm import Norm
@@ -105,7 +105,7 @@ class Visit(NamedTuple):
     number: int
 
 
-class Loop(NamedTuple):
+class LayerLoop(NamedTuple):
     """The core, and how many layers are a block."""
 
     start: int
@@ -114,7 +114,7 @@ class Loop(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, fields: Fields) -> "Loop":
+    def of(cls, fields: Fields) -> "LayerLoop":
         """Raises CheckpointError where blocks of layers are not whole."""
         keys = ("loop_layer_index_start", "loop_layer_index_end", "loop_num_passes")
         start, stop, passes = (fields.integer(key, high=2000) for key in keys)
@@ -274,7 +274,7 @@ class Inkling2Loop(Family):
         """Layers are visits. Tokens behind the unpadded vocabulary have no logit."""
         fields = config.fields
         fields.require({"scoring_func": ["sigmoid"], "hidden_act": ["silu"]})
-        visits = Loop.of(fields).visits(config.num_layers)
+        visits = LayerLoop.of(fields).visits(config.num_layers)
         windows = [config.windows[visit.layer] for visit in visits]
         of_window = [
             fields.integer(f"swa_{key}", high=2**14)
@@ -313,8 +313,8 @@ class Inkling2Loop(Family):
     # -- the decoder ----------------------------------------------------------------------------
 
     @cached_property
-    def _loop(self) -> Loop:
-        return Loop.of(self.config.fields)
+    def _loop(self) -> LayerLoop:
+        return LayerLoop.of(self.config.fields)
 
     @cached_property
     def _visits(self) -> list[Visit]:
@@ -366,7 +366,7 @@ class Inkling2Loop(Family):
             parts = self._shared[visit.layer] = self._parts(index, visit.layer)
         passed = self._loop.start <= visit.layer < self._loop.stop and visit.number > 0
         convs = parts["convs"]
-        return BlockLayer(
+        return MixedLayer(
             RelativeAttention(
                 **parts["attention"], k_conv=self._conv(convs[0]), v_conv=self._conv(convs[1])
             ),

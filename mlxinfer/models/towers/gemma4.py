@@ -24,16 +24,16 @@ from . import Features
 from .parts import (
     PatchAttention,
     PatchBlock,
+    PatchRope,
     PatchTower,
     Projected,
-    Rotation,
     TowerSizes,
     frequencies,
     layer_norm,
     linear,
+    patch_rope,
     rms_norm,
     rope_theta,
-    rotation_by,
     rows_and_columns,
     text_width,
     vision_config,
@@ -79,13 +79,13 @@ class Gemma4Embed:
     table: mx.array  # (2, places, hidden) for columns and for rows
     frequencies: np.ndarray  # (D / 4,) of either half of a head
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, PatchRope]:
         """Pixels are from 0 to 1 and become -1 to 1."""
         places = _places(tile, self.table.shape[1])[:, ::-1]  # (P, 2) column and row
-        rotation = rotation_by(places[..., None] * self.frequencies)  # two parts: columns and rows
+        rope = patch_rope(places[..., None] * self.frequencies)  # two parts: columns and rows
         columns, rows = (mx.array(places[:, axis]) for axis in range(2))
         x = self.proj((2 * patches - 1).astype(self.table.dtype))
-        return x + self.table[0][columns] + self.table[1][rows], rotation
+        return x + self.table[0][columns] + self.table[1][rows], rope
 
 
 def _places(tile: Tile, count: int) -> np.ndarray:

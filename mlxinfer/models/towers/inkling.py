@@ -21,18 +21,18 @@ from ..weights.weights import Weights
 from .parts import (
     PatchAttention,
     PatchBlock,
+    PatchRope,
     PatchTower,
     Projected,
-    Rotation,
     TowerSizes,
     frequencies,
     layer_norm,
     linear,
     nearness,
+    patch_rope,
     plain_mlp,
     resampled,
     rope_theta,
-    rotation_by,
     rows_and_columns,
     text_width,
     vision_config,
@@ -90,7 +90,7 @@ class InklingEmbed:
     norm: LayerNorm  # over all of them
     frequencies: NDArray[np.float64]  # (D / 4,) of rows, and of columns
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, PatchRope]:
         """(1 + P, hidden), the class token first."""
         _, rows, columns = tile.grid
         x = self.proj(patches.astype(self.first.dtype))
@@ -101,7 +101,7 @@ class InklingEmbed:
         angles = np.concatenate(
             [at[:, 1:] * self.frequencies, at[:, :1] * self.frequencies], axis=-1
         )
-        return self.norm(mx.concatenate([self.first, x])), rotation_by(angles[:, None])
+        return self.norm(mx.concatenate([self.first, x])), patch_rope(angles[:, None])
 
 
 def _centred(places: int, count: int) -> np.ndarray:

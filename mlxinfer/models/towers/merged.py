@@ -34,8 +34,8 @@ from .parts import (
     full_attention,
     is_fused,
     nearness,
+    patch_rope,
     resampled,
-    rotation_by,
 )
 
 THETA = 10_000.0  # of rows and columns
@@ -219,12 +219,12 @@ class MergedTower:
             x = (x.reshape(frames, rows * columns, -1) + added).flatten(0, 1)
         places = np.tile(np.stack(np.divmod(order, columns), -1), (frames, 1))  # (P, 2)
         speeds = frequencies(THETA, sizes.blocks.head_dim // 2)
-        rotation = rotation_by((places[:, :, None] * speeds).reshape(len(places), 1, -1))
+        rope = patch_rope((places[:, :, None] * speeds).reshape(len(places), 1, -1))
         yield x
         deep = []
         for index, block in enumerate(self.blocks):
             seen = of_frame if sizes.sees_all(index) else windows
-            x = yield from block.run(x, rotation, seen)
+            x = yield from block.run(x, rope, seen)
             if index in self.deep:
                 deep.append(self._in_order(self.deep[index](x), windows.order))
                 yield deep[-1]

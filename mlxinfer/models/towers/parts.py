@@ -27,7 +27,7 @@ MAX_PRODUCTS = 5 * 10**10  # multiplications of attention in one piece of a pass
 MAX_ROWS = 2048  # patches that go through a feed-forward block at once
 
 
-class Rotation(NamedTuple):
+class PatchRope(NamedTuple):
     """Cosines and sines by which the heads of each patch rotate.
 
     A head consists of some parts of equal size. In each of them, number i rotates with number
@@ -48,10 +48,10 @@ class Rotation(NamedTuple):
         return mx.concatenate(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
 
 
-def rotation_by(angles: np.ndarray) -> Rotation:
-    """The rotation by angles (P, parts, D / parts / 2)."""
+def patch_rope(angles: np.ndarray) -> PatchRope:
+    """The rope of angles (P, parts, D / parts / 2)."""
     whole = mx.array(np.asarray(angles, np.float32))[:, None]
-    return Rotation(mx.cos(whole), mx.sin(whole))
+    return PatchRope(mx.cos(whole), mx.sin(whole))
 
 
 def frequencies(theta: float, dims: int) -> np.ndarray:
@@ -170,7 +170,7 @@ class PatchAttention:
         self.scale = scale
         self.norms = tuple(norms)
 
-    def run(self, x: mx.array, rotation: Rotation | None, sight: Sight) -> Pieces:
+    def run(self, x: mx.array, rope: PatchRope | None, sight: Sight) -> Pieces:
         """x (P, hidden) -> (P, hidden), some heads at a time."""
         (heads, kv_heads), count = self.heads, x.shape[0]
         made = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, -1)
@@ -179,8 +179,8 @@ class PatchAttention:
             part if norm is None else norm(part)
             for part, norm in zip(parts, self.norms, strict=True)
         )
-        if rotation is not None:
-            queries, keys = rotation(queries), rotation(keys)
+        if rope is not None:
+            queries, keys = rope(queries), rope(keys)
         queries, keys, values = (part.swapaxes(0, 1) for part in (queries, keys, values))
         shared, pairs = heads // kv_heads, count * sight.seen(count)
         per_product = max(MAX_PRODUCTS // (2 * pairs * shared * queries.shape[-1]), 1)  # KV heads
@@ -218,9 +218,9 @@ class PatchBlock:
         self.before = tuple(before)
         self.after = tuple(after)
 
-    def run(self, x: mx.array, rotation: Rotation | None, sight: Sight = ALL_SEE) -> Pieces:
+    def run(self, x: mx.array, rope: PatchRope | None, sight: Sight = ALL_SEE) -> Pieces:
         """x (P, hidden) -> (P, hidden), in pieces that take a fraction of a second each."""
-        attended = yield from self.attention.run(self.before[0](x), rotation, sight)
+        attended = yield from self.attention.run(self.before[0](x), rope, sight)
         x = _added(x, attended, self.after[0])
         parts: list[mx.array] = []
         for start in range(0, x.shape[0], MAX_ROWS):
@@ -240,7 +240,7 @@ def _added(x: mx.array, y: mx.array, norm: Norm | None) -> mx.array:
 class Embed(Protocol):
     """Patches of a tile -> what the first block reads (P, hidden), and how heads rotate."""
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation | None]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, PatchRope | None]:
         """Patches (P, row) float32."""
         ...
 
@@ -343,9 +343,9 @@ class PatchTower:
         self.width = width
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
-        x, rotation = self.embed(mx.array(tile.patches), tile)
+        x, rope = self.embed(mx.array(tile.patches), tile)
         for block in self.blocks:
-            x = yield from block.run(x, rotation)
+            x = yield from block.run(x, rope)
         return self.project(x, tile)
 
     def arrays(self) -> list[mx.array]:

@@ -21,20 +21,20 @@ from ..weights.weights import Weights
 from . import Features
 from .parts import (
     PatchBlock,
+    PatchRope,
     PatchTower,
     Project,
     Projected,
-    Rotation,
     TowerSizes,
     attention,
     frequencies,
     gated_mlp,
     linear,
     patch_conv,
+    patch_rope,
     plain_mlp,
     rms_norm,
     rope_theta,
-    rotation_by,
     rows_and_columns,
     text_width,
     vision_config,
@@ -58,14 +58,14 @@ class PixtralEmbed:
     norm: RMSNorm  # behind it
     frequencies: np.ndarray  # (D / 2,) of a head
 
-    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Rotation]:
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, PatchRope]:
         """The first half of the frequencies is of rows, the second of columns."""
         rows, columns = rows_and_columns(tile.grid).T[..., None]
         angles = np.concatenate(
             [rows * self.frequencies[::2], columns * self.frequencies[1::2]], axis=-1
         )
         x = self.proj(patches.astype(self.norm.weight.dtype))
-        return self.norm(x), rotation_by(angles[:, None])
+        return self.norm(x), patch_rope(angles[:, None])
 
 
 @dataclass(slots=True, eq=False)

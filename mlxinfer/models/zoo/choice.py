@@ -40,8 +40,8 @@ from .definitions import (
 from .running import (
     AloneModel,
     FlatModel,
-    Kept,
     NotFlatError,
+    SequenceCaches,
     ZooConfig,
     kept_by,
     read_config,
@@ -283,7 +283,7 @@ def problem_alone(model: AloneModel) -> str | None:
     definition = model.definition
     ids, chunks = _ids(model.config.vocab_size)[0], CHUNKS[0]
     try:
-        held, parts, at = Kept(definition.own_caches()), [], 0
+        held, parts, at = SequenceCaches(definition.own_caches()), [], 0
         for count in chunks:
             hidden = definition.hidden(ids[None, at : at + count], held.caches)[0]
             parts.append(definition.logits(hidden))

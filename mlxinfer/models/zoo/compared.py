@@ -26,7 +26,7 @@ def verdicts() -> Mapping[str, Any]:
     return table
 
 
-class Verdict(StrEnum):
+class ZooVerdict(StrEnum):
     """The definition that runs the models of a type."""
 
     NATIVE = "native"
@@ -37,18 +37,18 @@ class Verdict(StrEnum):
 
 
 @cache
-def unsupported() -> Mapping[str, tuple[Verdict, str]]:
+def unsupported() -> Mapping[str, tuple[ZooVerdict, str]]:
     """Types of transformers that do not run: whether refused or out of scope, and why."""
     stated = json.loads(UNSUPPORTED.read_text())
     return {
-        kind: (Verdict(verdict), reason)
+        kind: (ZooVerdict(verdict), reason)
         for verdict, reasons in stated.items()
         for reason, kinds in reasons.items()
         for kind in kinds
     }
 
 
-def verdict_of(model_type: str) -> tuple[Verdict, str]:
+def verdict_of(model_type: str) -> tuple[ZooVerdict, str]:
     """The definition for a type that no native family builds, and why, in words.
 
     A config of a type that runs may still be refused, see `refuse_wrong`.
@@ -58,10 +58,10 @@ def verdict_of(model_type: str) -> tuple[Verdict, str]:
     row = verdicts()["types"].get(model_type)
     if row is None or row["verdict"] == "impossible":
         why = NOT_COMPARED if row is None else "it could not be compared with transformers"
-        return Verdict.NOT_COMPARABLE, why
+        return ZooVerdict.NOT_COMPARABLE, why
     if row["verdict"] != "agrees":
-        return Verdict.REFUSED, f"mlx-lm's definition differs from transformers ({row['why']})"
-    return Verdict.COMPARED, f"it agrees with transformers {verdicts()['transformers']}"
+        return ZooVerdict.REFUSED, f"mlx-lm's definition differs from transformers ({row['why']})"
+    return ZooVerdict.COMPARED, f"it agrees with transformers {verdicts()['transformers']}"
 
 
 def refuse_wrong(config: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ def refuse_wrong(config: Mapping[str, Any]) -> None:
     row = verdicts()["types"].get(model_type, {})
     theirs = f"mlx-lm's definition of {model_type!r}"
     verdict, why = verdict_of(model_type)
-    if verdict is Verdict.OUT_OF_SCOPE or row.get("verdict") == "differs":
+    if verdict is ZooVerdict.OUT_OF_SCOPE or row.get("verdict") == "differs":
         raise UnsupportedModelError(f"The architecture {model_type!r} is {verdict}: {why}.")
     text = config.get("text_config")
     stated = dict(settings({**config, **text} if isinstance(text, dict) else config))

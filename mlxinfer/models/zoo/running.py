@@ -380,7 +380,7 @@ STEP = 256  # tokens for which mlx-lm's caches of attention make room at a time
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class SequenceCaches:
     """mlx-lm's caches of one sequence."""
 
     caches: list[Any]
@@ -424,7 +424,7 @@ class AloneModel(_ZooModel):
         alone = step.caches[self]
         for rows, slot in alone.parts:
             if slot not in alone.caches:
-                alone.caches[slot] = Kept(self.definition.own_caches())
+                alone.caches[slot] = SequenceCaches(self.definition.own_caches())
             outputs.append(self.definition.hidden(ids[rows][None], alone.caches[slot].caches)[0])
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
@@ -435,7 +435,7 @@ def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:
     definition(mx.zeros((1, 2), mx.int32), caches)
     step_bytes = sum(_step_bytes(cache) for cache in caches)
     numbers = -(-step_bytes // (STEP * dtype.size))
-    return OwnCacheSpec(numbers=numbers, num_bytes=max(Kept(caches).num_bytes, 1))
+    return OwnCacheSpec(numbers=numbers, num_bytes=max(SequenceCaches(caches).num_bytes, 1))
 
 
 def _step_bytes(cache: Any) -> int:

@@ -58,7 +58,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, kw_only=True):
+class ThinkingConfig(msgspec.Struct, kw_only=True):
     """Whether the model may reason before it answers.
 
     The switch has no effect on templates without one. The budget holds for every template: the
@@ -91,7 +91,7 @@ class CountRequest(SamplerFields, kw_only=True):
     system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: Any = None  # of older clients: output_config.format
     context_management: Any = None

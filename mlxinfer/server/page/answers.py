@@ -26,7 +26,7 @@ SAVE_S = 2.0  # between two saves of an answer that grows
 DRAW_S = 0.03  # between two events: a display shows no more
 SILENCE_S = 1.0  # after which an event says again what is waited for
 MAX_ENDED = 32  # answers that can still be followed
-Place = tuple[str, str]  # an owner and the id of a message
+MessageId = tuple[str, str]  # an owner and the id of a message
 _FRAME = b"data: {"
 log = logging.getLogger("mlxinfer.server")
 
@@ -222,8 +222,10 @@ class AnswerRoutes:
 
     def __init__(self, owners: Owners, history: History | None) -> None:
         self._owners, self._history = owners, history
-        self._running: dict[Place, RunningAnswer] = {}
-        self._ended: dict[Place, RunningAnswer] = {}  # the last ones, whose end a tab may not know
+        self._running: dict[MessageId, RunningAnswer] = {}
+        self._ended: dict[
+            MessageId, RunningAnswer
+        ] = {}  # the last ones, whose end a tab may not know
 
     async def begin(self, call: Call, body: AnswerFields) -> Events:
         """Begin an answer, and stream it; a second request for it follows it."""
@@ -270,7 +272,7 @@ class AnswerRoutes:
             Route("DELETE", "/page/answers/{id}", self.stop),
         )
 
-    async def _found(self, call: Call, answers: Mapping[Place, RunningAnswer]) -> RunningAnswer:
+    async def _found(self, call: Call, answers: Mapping[MessageId, RunningAnswer]) -> RunningAnswer:
         id = call.path_params["id"]
         running = answers.get((await self._owners.of(call), id))
         if running is None:

@@ -25,7 +25,7 @@ from .marks import (
     skip_text,
     words_of,
 )
-from .schema import Place, Tool, Toolbox, json_of, standalone_schema
+from .schema import ArgumentSchema, Tool, Toolbox, json_of, standalone_schema
 from .values import copy_literal, copy_value, read_string, read_value, within_quotes
 
 NAME, ARGUMENT_OBJECT = "\0name\0", "\0arguments\0"  # within the text of a call, as ID
@@ -207,7 +207,7 @@ def read_arguments(reader: TextReader, calls: CallWriter, name: str) -> Parse[No
 def copy_arguments(reader: TextReader, calls: CallWriter) -> Parse[None]:
     """Read the arguments of the open call; quoted numbers become numbers where they have to be."""
     schema = calls.tools.get(calls.name).parameters
-    yield from copy_value(reader, calls.arguments, place=Place(schema, schema))
+    yield from copy_value(reader, calls.arguments, place=ArgumentSchema(schema, schema))
 
 
 @dataclass(frozen=True, slots=True)

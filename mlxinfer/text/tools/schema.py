@@ -203,7 +203,7 @@ class Tool:
         return _types(self.properties.get(parameter, self._flat.others), self.parameters)
 
 
-class Place:
+class ArgumentSchema:
     """A value within the arguments of a call: what its schema says of it.
 
     Args:
@@ -213,26 +213,26 @@ class Place:
 
     def __init__(self, schema: object, root: Schema) -> None:
         self._schema, self._root = schema, root
-        self._inner: dict[str | None, Place] = {}
+        self._inner: dict[str | None, ArgumentSchema] = {}
 
     def conversion(self) -> Callable[[str], str] | None:
         """Return what makes the JSON of a string; None if the value may be a string."""
         types = _types(self._schema, self._root)
         return None if not types or "string" in types else lambda text: json_of(text, types)
 
-    def member(self, name: str) -> "Place":
+    def member(self, name: str) -> "ArgumentSchema":
         return self._within(name, ("properties", name), ("additionalProperties",))
 
-    def item(self) -> "Place":
+    def item(self) -> "ArgumentSchema":
         return self._within(None, ("items",))
 
-    def _within(self, key: str | None, *paths: tuple[str, ...]) -> "Place":
+    def _within(self, key: str | None, *paths: tuple[str, ...]) -> "ArgumentSchema":
         """Return a place within; the first of the paths that any schema of the value has."""
         if key not in self._inner:
             schemas = [schema for schema, _ in _places(self._schema, self._root)]
             inner = [_at(schema, path) for path in paths for schema in schemas]
             chosen = next((part for part in inner if isinstance(part, Mapping)), None)
-            self._inner[key] = Place(chosen, self._root)
+            self._inner[key] = ArgumentSchema(chosen, self._root)
         return self._inner[key]
 
 

@@ -18,15 +18,15 @@ from ..reader import Malformed, Parse, TextReader
 Emit = Callable[[str], object]
 
 
-class Place(Protocol):
-    """What is known of a value before it arrives; see `schema.Place`."""
+class ArgumentType(Protocol):
+    """What is known of a value before it arrives; see `schema.ArgumentSchema`."""
 
     def conversion(self) -> Callable[[str], str] | None:
         """Return what makes the JSON of a string; None if the value may be a string."""
 
-    def member(self, name: str) -> "Place": ...
+    def member(self, name: str) -> "ArgumentType": ...
 
-    def item(self) -> "Place": ...
+    def item(self) -> "ArgumentType": ...
 
 
 MAX_DEPTH = 64
@@ -47,7 +47,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}  # Python's, as JSON s
 
 
 def copy_value(
-    reader: TextReader, emit: Emit, depth: int = 0, place: Place | None = None
+    reader: TextReader, emit: Emit, depth: int = 0, place: ArgumentType | None = None
 ) -> Parse[str]:
     """Read a value and pass its text on; return its type: object, array, string, number, ...
 

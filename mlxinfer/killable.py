@@ -53,7 +53,7 @@ class EndedError(Exception):
         self.is_to_blame = is_to_blame
 
 
-class Message(NamedTuple):
+class Packet(NamedTuple):
     """A job, or the reply to one."""
 
     value: Any  # plain data
@@ -83,12 +83,12 @@ class KillableProcess:
         self.max_bytes = max_bytes
         self.num_started = 0
         self.num_jobs = 0
-        self._module, self._greeting = module, Message(greeting)
+        self._module, self._greeting = module, Packet(greeting)
         self._turn, self._counting = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
-    def ask(self, job: Message, abandoned: Callable[[], bool] = _stays) -> Message:
+    def ask(self, job: Packet, abandoned: Callable[[], bool] = _stays) -> Packet:
         """Return the reply to a job.
 
         Args:
@@ -101,7 +101,7 @@ class KillableProcess:
         """
         return run_apart(partial(self._ask, job, abandoned), "mlxinfer-killable")
 
-    def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+    def _ask(self, job: Packet, abandoned: Callable[[], bool]) -> Packet:
         self.count()
         return self.reply(job, abandoned)
 
@@ -119,7 +119,7 @@ class KillableProcess:
                 raise OverloadedError("Too many others wait for the same check; try again.")
             self.num_jobs += 1
 
-    def reply(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+    def reply(self, job: Packet, abandoned: Callable[[], bool]) -> Packet:
         """Return the reply to a counted job, of a second process if a signal ended the first."""
         try:
             while not self._turn.acquire(timeout=POLL_S):
@@ -136,7 +136,7 @@ class KillableProcess:
             with self._counting:
                 self.num_jobs -= 1
 
-    def _reply_once(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+    def _reply_once(self, job: Packet, abandoned: Callable[[], bool]) -> Packet:
         _raise_if(abandoned)
         try:
             return _exchange(self._running(), job, self.max_seconds, abandoned)
@@ -174,10 +174,10 @@ class KillablePool:
         self._processes = processes
         self._choosing = threading.Lock()
 
-    def ask(self, job: Message, abandoned: Callable[[], bool] = _stays) -> Message:
+    def ask(self, job: Packet, abandoned: Callable[[], bool] = _stays) -> Packet:
         return run_apart(partial(self._ask, job, abandoned), "mlxinfer-killable")
 
-    def _ask(self, job: Message, abandoned: Callable[[], bool]) -> Message:
+    def _ask(self, job: Packet, abandoned: Callable[[], bool]) -> Packet:
         with self._choosing:  # jobs that come at once do not choose the same process
             chosen = min(self._processes, key=lambda process: process.num_jobs)
             chosen.count()
@@ -200,8 +200,8 @@ def _environment() -> dict[str, str]:
 
 
 def _exchange(
-    process: "subprocess.Popen[bytes]", job: Message, seconds: float, abandoned: Callable[[], bool]
-) -> Message:
+    process: "subprocess.Popen[bytes]", job: Packet, seconds: float, abandoned: Callable[[], bool]
+) -> Packet:
     """Send a job and return its reply; raise EndedError where the process ended during the job."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -247,7 +247,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 # -- in the process -------------------------------------------------------------------------------
 
 
-def serve(answer: Callable[[Message], Message], *, idle_s: float | None = None) -> None:
+def serve(answer: Callable[[Packet], Packet], *, idle_s: float | None = None) -> None:
     """Answer jobs until the stream ends; the first argument of the program is `max_bytes`.
 
     With `idle_s` the process also ends when it has waited for that time.
@@ -292,7 +292,7 @@ def _watch_memory(max_bytes: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def receive(stream: BinaryIO) -> Message | None:
+def receive(stream: BinaryIO) -> Packet | None:
     header = _read(stream, HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -301,7 +301,7 @@ def receive(stream: BinaryIO) -> Message | None:
     data = _read(stream, num_data)
     if len(data) < num_data:
         raise ValueError("The stream ended within a message.")
-    return Message(value, data)
+    return Packet(value, data)
 
 
 def _read(stream: BinaryIO, size: int) -> bytes:
@@ -313,7 +313,7 @@ def _read(stream: BinaryIO, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def send(stream: BinaryIO, message: Message) -> None:
+def send(stream: BinaryIO, message: Packet) -> None:
     text = json.dumps(message.value).encode()
     stream.write(HEADER.pack(len(text), len(message.data)) + text + message.data)
     stream.flush()

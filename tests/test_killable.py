@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlxinfer.killable import KillablePool, KillableProcess, Message
+from mlxinfer.killable import KillablePool, KillableProcess, Packet
 from tests.waiting import wait_until
 
 EACH = 8  # jobs of a process
@@ -18,9 +18,9 @@ def test_jobs_that_come_at_once_go_to_all_processes(monkeypatch: pytest.MonkeyPa
     pool = KillablePool(*processes)
     answered: list[KillableProcess] = []
 
-    def answer(process: KillableProcess, *_: object) -> Message:
+    def answer(process: KillableProcess, *_: object) -> Packet:
         answered.append(process)
-        return Message(None)
+        return Packet(None)
 
     monkeypatch.setattr(KillableProcess, "_reply_once", answer)
     interval = sys.getswitchinterval()
@@ -29,7 +29,7 @@ def test_jobs_that_come_at_once_go_to_all_processes(monkeypatch: pytest.MonkeyPa
         with ThreadPoolExecutor(2 * EACH) as threads, ExitStack() as turns:
             for process in processes:
                 turns.enter_context(process._turn)
-            jobs = [threads.submit(pool.ask, Message(None)) for _ in range(2 * EACH)]
+            jobs = [threads.submit(pool.ask, Packet(None)) for _ in range(2 * EACH)]
             wait_until(lambda: sum(process.num_jobs for process in processes) == 2 * EACH)
             counts = [process.num_jobs for process in processes]
             turns.close()

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
             yield from functions(node)
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    names = [
+        node.name
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert len(names) > 1000
+    assert not [name for name, count in Counter(names).items() if count > 1]
 
 
 def test_functions_have_at_most_45_lines() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import llguidance
 
-from ..killable import Message, serve
+from ..killable import Packet, serve
 
 LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is used
     "max_items_in_row": 5000,  # an object with n optional properties needs 4 n
@@ -116,4 +116,4 @@ def readable(message: str) -> str:
 
 if __name__ == "__main__":
     checker = GrammarChecker()
-    serve(lambda job: Message(checker.answer(job.value)))
+    serve(lambda job: Packet(checker.answer(job.value)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError, MlxinferError, OverloadedError
-from ..killable import EndedError, KillableProcess, Message
+from ..killable import EndedError, KillableProcess, Packet
 from .schema import at
 from .spec import GrammarSpec
 
@@ -63,7 +63,7 @@ class CheckProcess(KillableProcess):
             "vocab_size": vocab_size,
         }
         try:
-            reply = self.ask(Message(job), abandoned).value
+            reply = self.ask(Packet(job), abandoned).value
         except EndedError as ended:
             raise self._error_of(ended, spec) from None
         if reply:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..errors import MlxinferError, PictureError
-from ..killable import POLL_S, EndedError, KillablePool, KillableProcess, Message, limit_cpu, serve
+from ..killable import POLL_S, EndedError, KillablePool, KillableProcess, Packet, limit_cpu, serve
 from .load import load_image, open_image, picture_file
 from .picture import Picture, Shown, Tile
 from .processor import ImageProcessor, VideoProcessor
@@ -136,7 +136,7 @@ def prepare(
     """
     job = pickle.dumps(_Job(source, processor, max_tokens, budget.seconds))
     try:
-        reply = _pool.ask(Message({"is_alone": False}, job), budget.abandoned)
+        reply = _pool.ask(Packet({"is_alone": False}, job), budget.abandoned)
         if "is_large" in reply.value:
             reply = _ask_alone(job, budget.abandoned)
     except EndedError:
@@ -151,17 +151,17 @@ def prepare(
     return _shown(reply)
 
 
-def _ask_alone(job: bytes, abandoned: Callable[[], bool]) -> Message:
+def _ask_alone(job: bytes, abandoned: Callable[[], bool]) -> Packet:
     while not _one_large.acquire(timeout=POLL_S):
         if abandoned():
             raise CancelledError
     try:
-        return _pool.ask(Message({"is_alone": True}, job), abandoned)
+        return _pool.ask(Packet({"is_alone": True}, job), abandoned)
     finally:
         _one_large.release()
 
 
-def _message(shown: Shown, cpu_s: float) -> Message:
+def _message(shown: Shown, cpu_s: float) -> Packet:
     pictures: list[dict[str, Any]] = []
     for picture in shown.pictures:
         tiles = [
@@ -172,10 +172,10 @@ def _message(shown: Shown, cpu_s: float) -> Message:
         pictures.append({**values, "digest": picture.digest.hex(), "tiles": tiles})
     patches = [tile.patches.tobytes() for picture in shown.pictures for tile in picture.tiles]
     value = {"pictures": pictures, "text": shown.text, "cpu_s": cpu_s}
-    return Message(value, b"".join(patches))
+    return Packet(value, b"".join(patches))
 
 
-def _shown(reply: Message) -> Shown:
+def _shown(reply: Packet) -> Shown:
     numbers, start = np.frombuffer(reply.data, np.float32), 0
     pictures: list[Picture] = []
     for picture in reply.value["pictures"]:
@@ -201,24 +201,24 @@ def _shown(reply: Message) -> Shown:
 # -- in the process -------------------------------------------------------------------------------
 
 
-def answer(message: Message) -> Message:
+def answer(message: Packet) -> Packet:
     """Return the reply to a job; of None, None."""
     if message.value is None:
-        return Message(None)
+        return Packet(None)
     job: _Job = pickle.loads(message.data)  # of the parent process
     before, place = process_time(), job.source.place
     limit_cpu(job.seconds)
     try:
         shown = _made_ready(job, is_alone=message.value["is_alone"])
     except MlxinferError as error:
-        return Message({"error": str(error), "param": error.param or place})
+        return Packet({"error": str(error), "param": error.param or place})
     except MemoryError:
         raise
     except Exception as error:  # decoders of foreign data may raise anything
         text = f"{place} cannot be read ({type(error).__name__})."
-        return Message({"error": text, "param": place})
+        return Packet({"error": text, "param": place})
     if shown is None:
-        return Message({"is_large": True})
+        return Packet({"is_large": True})
     return _message(shown, process_time() - before)
 
 

@@ -48,7 +48,7 @@ from .keys import ApiKey
 from .metrics import AnswerMetrics, KeyMetrics, RequestMetrics
 from .pdf import pdf_texts
 from .pictures import PictureFetches, refuse_urls
-from .reuse import Record
+from .reuse import ReuseRecord
 from .service import ServerState
 from .slots import ServedModel
 from .workers import Workers
@@ -271,7 +271,7 @@ class Call(Exchange):
         answers.begin(keep_alive_s=self.service.config.keep_alive_s, watcher=self._counts)
 
     @property
-    def reuse(self) -> Record | None:
+    def reuse(self) -> ReuseRecord | None:
         """The reuse of the first prompt; None: the prompt is not computed yet."""
         return None if self._counts is None else self._counts.reuse
 

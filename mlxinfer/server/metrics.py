@@ -32,7 +32,7 @@ from ..errors import EngineClosedError
 from ..outputs import Result
 from ..session.answers import Answer, Answers
 from .models import ModelRegistry
-from .reuse import Record, ReuseRecords
+from .reuse import ReuseRecord, ReuseRecords
 from .slots import ModelSlot, ServedModel
 from .workers import apart
 
@@ -257,11 +257,11 @@ class AnswerMetrics:
         self,
         answers: Answers,
         metrics: tuple[RequestMetrics, KeyMetrics],
-        note_reuse: Callable[[Request], Record | None],
+        note_reuse: Callable[[Request], ReuseRecord | None],
         records: ReuseRecords,
         leave_queue: Callable[[int], None],
     ) -> None:
-        self.reuse: Record | None = None
+        self.reuse: ReuseRecord | None = None
         self._answers = answers
         self._metrics, self._of_key = metrics
         self._note, self._records, self._leave_queue = note_reuse, records, leave_queue

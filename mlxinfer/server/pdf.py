@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 from ..errors import InvalidRequestError, UnsupportedFieldError
-from ..killable import EndedError, KillablePool, KillableProcess, Message, limit_cpu, serve
+from ..killable import EndedError, KillablePool, KillableProcess, Packet, limit_cpu, serve
 
 MAX_BYTES = 32 << 20  # of a file
 MAX_PAGES = 1000  # of a file
@@ -52,7 +52,7 @@ def pdf_texts(files: Mapping[str, str], abandoned: Callable[[], bool]) -> list[s
     _check(files)
     places = list(files)
     try:
-        reply = _pool.ask(Message({"files": list(files.values())}), abandoned).value
+        reply = _pool.ask(Packet({"files": list(files.values())}), abandoned).value
     except EndedError:
         raise InvalidRequestError.of(
             places[0],
@@ -84,17 +84,17 @@ class _UnreadableError(Exception):
     """A PDF has no text that can be read; the message says why, behind a name."""
 
 
-def answer(job: Message) -> Message:
+def answer(job: Packet) -> Packet:
     if job.value is None:
-        return Message(None)
+        return Packet(None)
     limit_cpu(MAX_SECONDS)
     texts: list[str] = []
     for file in job.value["files"]:
         try:
             texts.append(_text(file))
         except _UnreadableError as error:
-            return Message({"error": str(error), "index": len(texts)})
-    return Message({"texts": texts})
+            return Packet({"error": str(error), "index": len(texts)})
+    return Packet({"texts": texts})
 
 
 def _text(file: str) -> str:

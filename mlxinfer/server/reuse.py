@@ -47,7 +47,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class ReuseRecord:
     """One request."""
 
     id: str  # of its answer
@@ -68,11 +68,11 @@ class ReuseRecords:
     """The last requests of each owner."""
 
     def __init__(self) -> None:
-        self._of: dict[str | None, deque[Record]] = {}
+        self._of: dict[str | None, deque[ReuseRecord]] = {}
 
     def add(
         self, id: str, request_id: str, created_s: int, model: ServedModel, request: Request
-    ) -> Record | None:
+    ) -> ReuseRecord | None:
         """Note a request whose prompt was computed; None: its engine does not say what it reused.
 
         Args:
@@ -82,7 +82,7 @@ class ReuseRecords:
         reuse = request.reuse
         if reuse is None:
             return None
-        record = Record(
+        record = ReuseRecord(
             id,
             request_id,
             model.session.info.name,
@@ -106,7 +106,7 @@ class ReuseRecords:
         self._drop_ids(records)
         return record
 
-    def answered(self, owner: str | None, record: Record, token_ids: Sequence[int]) -> None:
+    def answered(self, owner: str | None, record: ReuseRecord, token_ids: Sequence[int]) -> None:
         if record.ids is not None:
             record.ids = np.concatenate([record.ids, np.asarray(token_ids, np.int64)])
             self._drop_ids(self._of[owner])
@@ -120,7 +120,7 @@ class ReuseRecords:
                 return record.shown
         return None
 
-    def _drop_ids(self, records: deque[Record]) -> None:
+    def _drop_ids(self, records: deque[ReuseRecord]) -> None:
         left = MAX_IDS
         for record in reversed(records):
             left -= 0 if record.ids is None else len(record.ids)
@@ -138,9 +138,9 @@ def ids_of(request: Request) -> Ids:
 
 
 def explain(
-    record: Record,
+    record: ReuseRecord,
     reuse: Reuse,
-    earlier: Sequence[Record] | deque[Record],
+    earlier: Sequence[ReuseRecord] | deque[ReuseRecord],
     decode: Callable[..., str],
 ) -> Plain:
     """Why no more of a prompt was reused: cause, message, position, and words that differ.
@@ -167,14 +167,14 @@ def explain(
 
 
 def _nearest(
-    record: Record, reuse: Reuse, earlier: Sequence[Record] | deque[Record]
-) -> tuple[Record | None, int]:
+    record: ReuseRecord, reuse: Reuse, earlier: Sequence[ReuseRecord] | deque[ReuseRecord]
+) -> tuple[ReuseRecord | None, int]:
     """The earlier request that begins most like this one, and how many ids they share.
 
     One that could share no pages counts only where it would have given a page more.
     """
     assert record.ids is not None
-    best: tuple[Record | None, int] = (None, 0)
+    best: tuple[ReuseRecord | None, int] = (None, 0)
     score = -1
     for other in reversed(earlier):
         if other.ids is None or other.model != record.model:
@@ -187,7 +187,7 @@ def _nearest(
     return best
 
 
-def _cause(record: Record, reuse: Reuse, nearest: Record | None, common: int) -> str:
+def _cause(record: ReuseRecord, reuse: Reuse, nearest: ReuseRecord | None, common: int) -> str:
     """The key of MESSAGES; the engine's own cause, where it has seen one."""
     assert record.ids is not None
     if reuse.end not in (ReuseEnd.NEW, ReuseEnd.COMPLETE):

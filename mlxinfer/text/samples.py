@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ..errors import TemplateError
-from ..killable import EndedError, KillableProcess, Message, serve
+from ..killable import EndedError, KillableProcess, Packet, serve
 from .forms import KEYS, NAMES, TOOLS, Forms, forms_of
 from .template import MAX_SOURCE_CHARS, ChatTemplate, with_empty_thoughts, with_text_arguments
 from .thinking import WORD, Thinking, thinking_of
@@ -87,7 +87,7 @@ def _known_of(template: ChatTemplate) -> _Known:
     if known is None:
         job = {"sources": template.sources, "variables": template.variables}
         try:
-            reply = _process.ask(Message(job)).value
+            reply = _process.ask(Packet(job)).value
             known = reply["samples"], msgspec.convert(reply["facts"], TemplateFacts)
         except EndedError:
             known = (
@@ -188,4 +188,4 @@ def _rendered_or_none(
 
 
 if __name__ == "__main__":
-    serve(lambda job: Message(learnt(ChatTemplate(**job.value))), idle_s=5.0)
+    serve(lambda job: Packet(learnt(ChatTemplate(**job.value))), idle_s=5.0)

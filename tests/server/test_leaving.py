@@ -22,7 +22,7 @@ from test_documents import asked, part_of
 from test_server_pictures import URL, chat_with
 
 from mlxinfer import hub
-from mlxinfer.killable import KillableProcess, Message
+from mlxinfer.killable import KillableProcess, Packet
 from tests.pdf_files import pdf
 from tests.seeds import seeded
 from tests.seeing_folder import seeing_folder
@@ -86,7 +86,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     reply = KillableProcess.reply
     with pytest.MonkeyPatch.context() as patch, Held(tmp_path_factory.mktemp("see")) as server:
 
-        def reply_late(self: Any, job: Message, abandoned: Callable[[], bool]) -> Message:
+        def reply_late(self: Any, job: Packet, abandoned: Callable[[], bool]) -> Packet:
             until_s = time.monotonic() + LIMIT_S
             while server.holds and not abandoned() and time.monotonic() < until_s:
                 time.sleep(0.01)

@@ -19,7 +19,7 @@ from mlxinfer.errors import (
 )
 from mlxinfer.images import Picture, Shown, Tile, process
 from mlxinfer.images.process import Source
-from mlxinfer.killable import Message
+from mlxinfer.killable import Packet
 from mlxinfer.session.arguments import with_images
 from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput
@@ -226,7 +226,7 @@ def test_large_pictures_come_singly(qwen: RequestBuilder, monkeypatch: pytest.Mo
     large, asked = Image.new("RGB", (4001, 4000)), []
     ask = process._pool.ask
 
-    def watched(job: Message, abandoned: Any) -> Message:
+    def watched(job: Packet, abandoned: Any) -> Packet:
         if job.value["is_alone"]:
             assert process._one_large.locked()
         asked.append(job.value["is_alone"])

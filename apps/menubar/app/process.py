@@ -30,7 +30,7 @@ class StartError(MlxinferError, code="start_error"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ProcessRecord:
     """The process of a server: identified by its id and its start, seconds since 1970."""
 
     pid: int
@@ -50,7 +50,7 @@ class ServerProcess:
         self._folder = folder
         self._command = list(command)
         self._child: subprocess.Popen[bytes] | None = None  # None: of an earlier run
-        self._record: Record | None = None
+        self._record: ProcessRecord | None = None
 
     @property
     def log_path(self) -> Path:
@@ -88,13 +88,15 @@ class ServerProcess:
         except OSError as error:
             raise StartError(f"The server cannot be started: {error}.") from error
         self._child = child
-        self._remember(Record(pid=child.pid, started_s=start_of(child.pid) or time.time(), url=url))
+        self._remember(
+            ProcessRecord(pid=child.pid, started_s=start_of(child.pid) or time.time(), url=url)
+        )
 
     def attach(self) -> None:
         """Find the server of an earlier run."""
         try:
             said = json.loads(self._record_path.read_text())
-            record = Record(
+            record = ProcessRecord(
                 pid=int(said["pid"]), started_s=float(said["started_s"]), url=str(said["url"])
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -141,7 +143,7 @@ class ServerProcess:
     def _record_path(self) -> Path:
         return self._folder / "server.json"
 
-    def _remember(self, record: Record) -> None:
+    def _remember(self, record: ProcessRecord) -> None:
         self._record = record
         self._record_path.write_text(json.dumps(asdict(record)))
 

@@ -97,7 +97,7 @@ def wrapped(text: str) -> str:
     return textwrap.fill(shortened(text, 240), 58)
 
 
-class Head:
+class WindowHead:
     """The head of a window: the server's state as icon and word, and the first thing to do.
 
     Args:
@@ -143,7 +143,7 @@ class ChatWindow:
         self._loaded = False
         if self.web is not None:
             self.web.on_webview_load = self._on_load
-        self._head = Head(act, platform, "Open in Browser", Action(Do.BROWSER))
+        self._head = WindowHead(act, platform, "Open in Browser", Action(Do.BROWSER))
         self._icon = toga.Icon(str(RESOURCES / "chat.png"))
         self._shown: tuple[Chat, ...] = ()
         self.chats = toga.DetailedList(on_select=self._on_select, flex=1)
@@ -234,7 +234,7 @@ class MainWindow:
     def __init__(self, act: Act, platform: Platform, settings: toga.Widget) -> None:
         self._act, self._platform = act, platform
         self.window = toga.Window(title="mlxinfer", size=WINDOW_SIZE, on_close=_hide)
-        self.head = Head(act, platform, "Open Chat", Action(Do.CHAT))
+        self.head = WindowHead(act, platform, "Open Chat", Action(Do.CHAT))
         self.places: list[toga.Label] = []  # what is there, in the order of PLACES
         self._entries: tuple[MenuEntry, ...] = ()  # that the head has buttons for
         scrolled = toga.ScrollContainer(content=settings, horizontal=False)

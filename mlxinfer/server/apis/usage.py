@@ -10,7 +10,7 @@ from ...outputs import PromptProgress, Result
 from ...session.answers import Answer, Answers, AnswerStep
 from ...text import Tokenizer
 from ..http import Plain
-from ..reuse import Record
+from ..reuse import ReuseRecord
 
 FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
 LISTS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
@@ -35,7 +35,7 @@ def usage_of(answers: Answers, reused: Plain, *, left_out: int = 0) -> Plain:
     }
 
 
-def reuse_details(reuse: Record | None, is_asked: bool | None) -> Plain:
+def reuse_details(reuse: ReuseRecord | None, is_asked: bool | None) -> Plain:
     """Tokens of the first prompt that were reused, by tier, and why no more, if a client asks."""
     if reuse is None or not is_asked:
         return {}

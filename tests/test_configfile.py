@@ -30,7 +30,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_options_and_models(tmp_path: Path) -> None:
+def test_options_and_models_are_read(tmp_path: Path) -> None:
     config = read_config_file(write(tmp_path, GOOD))
     assert config.serve == {"port": 9000, "max_memory": "8GB"}
     chat = config.models["chat"]

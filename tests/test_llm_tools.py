@@ -106,7 +106,7 @@ def test_a_named_format_needs_a_template_with_tools(unknowing: LLM, monkeypatch)
         unknowing.chat(HI, SHORT, tools=TOOLS)
 
 
-def test_a_forced_call(knowing: LLM) -> None:
+def test_a_forced_call_is_the_whole_answer(knowing: LLM) -> None:
     choice = {"type": "function", "function": {"name": "get_weather"}}
     result = knowing.chat(HI, SHORT, tools=TOOLS, tool_choice=choice)
     (call,) = result.tool_calls

@@ -366,7 +366,9 @@ def shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 @pytest.mark.alike
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_long_life(layout: tuple[list[int | None], list[int], int | None], seed: int) -> None:
+def test_invariants_hold_through_a_long_life(
+    layout: tuple[list[int | None], list[int], int | None], seed: int
+) -> None:
     print("seed", seed)
     world = World(seed, layout)
     always = [*[world.start] * 2, *[world.look] * 2, world.evict, world.pin, world.unpin]

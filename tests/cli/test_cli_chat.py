@@ -143,7 +143,7 @@ def test_a_model_without_a_chat_template_is_refused_at_once(
     assert seen.err.startswith("error: base has no chat template")
 
 
-def test_stats_and_clear(session: ChatSession) -> None:
+def test_stats_are_shown_and_clear_empties_the_chat(session: ChatSession) -> None:
     shown = talk(session, "hi", "/stats", "/clear")
     assert "7 prompt + 2 answer tokens" in shown
     assert "5.0 MB in use; KV cache 3.0 kB of 8.0 kB" in shown

@@ -52,7 +52,9 @@ def test_the_table_of_suggestions_has_sources_and_known_tasks() -> None:
         assert suggestion.bytes_at(8192) > suggestion.bytes
 
 
-def test_one_size_everywhere(outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_has_the_same_size_in_all_commands(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     name = "mlx-community/Qwen3-0.6B-4bit"
     here = tmp_path / f"models--{name.replace('/', '--')}"

@@ -145,7 +145,7 @@ def test_a_mistake_names_its_place(config: Path, line: str, said: str) -> None:
     assert said in refused.value.message
 
 
-def test_mistakes_between_models(config: Path) -> None:
+def test_models_that_contradict_each_other_are_refused(config: Path) -> None:
     between = [
         ('[models.a]\nsource = "demo"\naliases = ["b"]\n[models.b]\nsource = "demo"', "called b"),
         ('[serve]\nttl = "soon"', "no duration"),

@@ -26,7 +26,7 @@ PRINTED = """gui/501/io.mlxinfer.serve = {
 
 
 @pytest.mark.parametrize("kind", ["agent", "daemon"])
-def test_the_property_list(kind: str) -> None:
+def test_the_property_list_is_as_recorded(kind: str) -> None:
     arguments = ["--port", "9000"] if kind == "agent" else []
     service = LaunchdService(
         program=[PYTHON, "-m", "mlxinfer.cli", "serve", *arguments],

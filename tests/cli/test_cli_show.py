@@ -118,7 +118,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
     assert facts["chat_template"] is True
 
 
-def test_levels_of_thinking(tmp_path: Path, outcome: Any) -> None:
+def test_show_lists_the_levels_of_thinking(tmp_path: Path, outcome: Any) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
     assert outcome.json("show", str(folder))["thinking"] == []
     assert "\nthinking " not in outcome("show", str(folder)).out

@@ -31,7 +31,7 @@ PIECES = ["a", "word ", "\n", "\n\n", "```\n", "```", "~~~\n", "    x\n", "- ite
         ("`a` and ```b```\n\nz", "`a` and ```b```\n\n"),
     ],
 )
-def test_where_blocks_end(text: str, finished: str) -> None:
+def test_a_block_is_finished_where_nothing_can_change_it(text: str, finished: str) -> None:
     assert split_finished(text) == (finished, text[len(finished) :])
 
 

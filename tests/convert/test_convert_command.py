@@ -108,7 +108,9 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_source_is_opened(
     assert [path.name for path in tmp_path.iterdir()] == ["closed"]
 
 
-def test_everything_at_once(source: Path, tmp_path: Path, outcome: Outcome) -> None:
+def test_a_command_with_all_options_reports_and_advises(
+    source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out = tmp_path / "an out"

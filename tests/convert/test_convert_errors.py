@@ -229,7 +229,9 @@ def test_a_damaged_journal_is_named_and_kept(
 
 
 @pytest.mark.ci
-def test_damaged_logits(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_logits_are_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(folder: Path) -> None:
         raise KeyboardInterrupt
 
@@ -255,7 +257,7 @@ def test_other_options_do_not_go_on(source: Path, tmp_path: Path, work: Path) ->
         convert(source, tmp_path / "out", "8bit", run={"resume": True})
 
 
-def test_two_at_once(source: Path, tmp_path: Path) -> None:
+def test_a_second_conversion_to_a_folder_is_refused(source: Path, tmp_path: Path) -> None:
     place = Workplace(tmp_path / "out")
     with working(place, resume=False, restart=False):
         with pytest.raises(ConversionError, match="Another process"):

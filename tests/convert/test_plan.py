@@ -49,7 +49,7 @@ def test_experts_are_stacked_and_routers_keep_eight_bits(tmp_path: Path) -> None
     assert downs == {"dense"}  # 40 inputs: no group fills a row
 
 
-def test_overrides_and_floors(tmp_path: Path) -> None:
+def test_the_last_override_that_matches_counts_and_floors_hold(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "m", "llama-v4")
     forms = formats(plan(folder, "2bit-g32", "lm_head=8bit", "layers.1=dense", "*.q_proj=3bit-g32"))
     assert forms["lm_head"] == "8bit-g64"

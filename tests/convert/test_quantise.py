@@ -63,7 +63,7 @@ GAINED = {  # squared error of searched scales, as a share of that of the extrem
 
 
 @pytest.mark.parametrize("name", GAINED)
-def test_what_searching_gains(name: str) -> None:
+def test_searching_lowers_the_error_by_a_known_share(name: str) -> None:
     values, form = matrix(256, 512), parse_format(name)
     assert form is not None
     searched, plain = (

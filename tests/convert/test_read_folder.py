@@ -88,7 +88,7 @@ def test_a_few_rows_of_a_large_tensor_take_little_memory(tmp_path: Path) -> None
     assert mx.get_peak_memory() - before < 16 << 20
 
 
-def test_config_and_notes(tmp_path: Path) -> None:
+def test_the_config_loses_what_is_undone_and_notes_name_the_rest(tmp_path: Path) -> None:
     stored = {
         "a.weight": f32(np.ones((2, 2))),
         "a.k_scale": f32(1.0),

@@ -195,7 +195,7 @@ def test_hostile_safetensors_are_refused(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*does not say how its tokenizer cuts text")
-def test_hostile_gguf_lengths(tmp_path: Path) -> None:
+def test_false_lengths_of_a_gguf_are_errors_and_take_no_memory(tmp_path: Path) -> None:
     """Every length in the header says that there is far more than there is."""
     path = gguf_model(tmp_path / "m.gguf", "llama-v4")
     sound = path.read_bytes()

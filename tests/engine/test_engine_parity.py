@@ -36,7 +36,7 @@ def assert_parity(logits: np.ndarray, expected: np.ndarray) -> None:
 
 @pytest.mark.alike
 @pytest.mark.parametrize("case", on_short_pages(runs(LAST[1::8], LAST[1::2])))
-def test_chunks_beside_others(case: str) -> None:
+def test_chunks_beside_others_give_the_reference_logits(case: str) -> None:
     ids, expected = reference(case)
     harness = Harness(tiny_model(case), prefill_chunk=32)
     harness.add("before", prompt(21), SamplingParams(max_tokens=30))
@@ -51,7 +51,7 @@ def test_chunks_beside_others(case: str) -> None:
 
 @pytest.mark.alike
 @pytest.mark.parametrize("case", on_short_pages(runs(FIRST[::8], FIRST[::2])))
-def test_steps_beside_others(case: str) -> None:
+def test_decode_steps_beside_others_give_the_reference_logits(case: str) -> None:
     """The reference's own tokens, forced one by one after two beginnings of them in one batch, so
     that every position is a decode step.
     """

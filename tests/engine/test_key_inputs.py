@@ -73,7 +73,9 @@ def test_all_of_a_request_that_keys_and_values_depend_on_names_its_pages() -> No
     assert len(set(names)) == len(names)
 
 
-def test_a_loaded_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_member_of_a_model_is_in_its_identity_or_named_as_harmless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weights = {"config", "num_bytes"}  # the identity of a checkpoint is of config.json, too
     named = {"mixers", "cache_specs", "activation_dtype", "kernels", "rope_variant"}
     keyed = {"tower"}  # a picture's digest is of its processor

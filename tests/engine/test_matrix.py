@@ -376,7 +376,7 @@ def text_of(outcome: Outcome, stop_ids: frozenset[int]) -> list[int]:
 @given(data=st.data())
 @settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate])  # shrinking would take minutes
 @hypothesis.seed(SEED)
-def test_everything_at_once(data: st.DataObject) -> None:
+def test_all_features_together_leave_answers_as_they_are(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
     options = data.draw(kv_options(case))
     adapters = folders(case)
@@ -463,4 +463,7 @@ def test_the_seed_that_is_printed_draws_the_programs() -> None:
     print(
         f"\n{NUM_PROGRAMS} random programs of everything{names}{pictures}, HYPOTHESIS_SEED={SEED}"
     )
-    assert vars(test_everything_at_once)["_hypothesis_internal_use_seed"] == SEED
+    assert (
+        vars(test_all_features_together_leave_answers_as_they_are)["_hypothesis_internal_use_seed"]
+        == SEED
+    )

@@ -140,7 +140,7 @@ def test_digests_tell_pixels_sizes_and_processors_apart() -> None:
     assert qwen.prepare(base.copy(), max_tokens=ALL).digest == pictures[0].digest
 
 
-def test_tokens_around_features() -> None:
+def test_each_family_has_its_tokens_around_features() -> None:
     small = picture(96, 64)
     of = {name: case.processor.prepare(small, max_tokens=ALL) for name, case in FAMILIES.items()}
     assert of["qwen3_vl"].token_ids == (248056,) * of["qwen3_vl"].num_features

@@ -72,7 +72,7 @@ def test_attention_in_two_passes_that_share_keys(dim: int, shared: int) -> None:
     attention(F32, 1, 2, 1, 64, 96, 64, causal=True, seed=1),
     attention(BF16, 1, 2, 2, 33, 40, 128),
 ])  # fmt: skip
-def test_attention_in_tiles(call: Attention) -> None:
+def test_mlx_attention_in_tiles_gives_its_numbers(call: Attention) -> None:
     check(steel_attention(call), call)
 
 

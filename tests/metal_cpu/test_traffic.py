@@ -101,7 +101,7 @@ def test_attention_kernels_are_told_apart() -> None:
         ("lane * 32", 32),
     ],
 )
-def test_banks_are_counted(place: str, ways: int) -> None:
+def test_conflicts_of_banks_are_counted(place: str, ways: int) -> None:
     report = report_of(
         "threadgroup float tile[1024]; for (uint j = lane; j < 1024; j += 32) tile[j] = j;\n"
         f"simdgroup_barrier(mem_flags::mem_threadgroup); out[i] = tile[{place}];",

@@ -36,7 +36,7 @@ def test_tokens_of_any_text_are_the_whole_text(text: str) -> None:
     ("{ threadgroup float* p = q; }", "{ threadgroup float* p = q; }"),
     ("struct S { threadgroup T& x; };", "struct S { threadgroup T& x; };"),
 ])  # fmt: skip
-def test_words_of_metal(metal: str, cpp: str) -> None:
+def test_words_of_metal_become_those_of_cpp(metal: str, cpp: str) -> None:
     assert transformed(metal, {7: 1}) == cpp
 
 

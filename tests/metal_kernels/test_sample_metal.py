@@ -299,6 +299,6 @@ def test_what_sampling_is_timed_against_draws_what_the_twin_draws() -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "ties"])
-def test_many_mixed_batches(kind: str, dtype: mx.Dtype, seed: int) -> None:
+def test_mixed_batches_sample_as_the_twin_does(kind: str, dtype: mx.Dtype, seed: int) -> None:
     for num_rows, vocab_size in ((24, 33), (24, 300), (12, 2_777), (2, 32_000)):
         check_batch(kind, dtype, num_rows, vocab_size, masked=seed % 2 == 0, seed=seed + 10)

@@ -172,7 +172,7 @@ def test_any_split_gives_the_same_bits() -> None:
     assert mx.array_equal(scene.sources[0], last)
 
 
-def test_teams_of_lanes() -> None:
+def test_teams_of_lanes_grow_with_the_width() -> None:
     assert [team_lanes(width) for width in (4, 16, 32, 64, 80, 96, 128, 256, 512)] == [
         1, 1, 2, 4, 4, 8, 8, 16, 32,
     ]  # fmt: skip

@@ -210,7 +210,7 @@ def test_end_tokens_of_both_files(tmp_path, stated, generation, expected):
 # Quantisation.
 
 
-def test_quantisation_with_exceptions():
+def test_exceptions_of_a_quantisation_count_for_their_paths():
     stated = {
         "group_size": 64,
         "bits": 4,

@@ -67,7 +67,7 @@ def test_models_of_every_format_load_as_their_dequantised_weights(tmp_path, case
     assert_same(tmp_path, config, arrays, form, lambda path: form)
 
 
-def test_exceptions_by_path(tmp_path):
+def test_layers_load_with_the_bits_of_their_path(tmp_path):
     """As mixed recipes write it: v_proj at 8 bits, so Q, K and V cannot be one matrix."""
     config = tiny_config("qwen3_moe-v4") | {"intermediate_size": 128, "moe_intermediate_size": 64}
     low, high = FOUR_BITS, {"group_size": 64, "bits": 8}
@@ -205,7 +205,7 @@ def test_format_is_inferred_from_shapes(form):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_scales(tmp_path, dtype):
+def test_half_precision_scales_load_exactly(tmp_path, dtype):
     """mlx-community's scales are half precision; on the CPU they become float32."""
     config = tiny_config("qwen3")
     halves = {name: array.astype(getattr(mx, dtype)) for name, array in arrays_of(config).items()}

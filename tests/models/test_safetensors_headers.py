@@ -30,7 +30,7 @@ def entry(start: int, end: int, *, dtype: str = "F32", shape=None):
             "data_offsets": [start, end]}  # fmt: skip
 
 
-def test_a_sound_file(tmp_path):
+def test_a_sound_file_is_read(tmp_path):
     path = write(tmp_path / "x.safetensors", {"a": entry(0, 8), "b": entry(8, 12)}, bytes(12))
     assert read_header(path)["b"] == TensorInfo("F32", (1,), 8, 12)
 

@@ -105,7 +105,9 @@ def test_claude_code_gets_thought_text_and_call(server: ScriptedServer, thinking
     ],
     ids=["continue", "continue-tab", "aider", "open-webui", "open-webui without /v1"],
 )
-def test_editors_and_pages(server: ScriptedServer, path: str, kind: str, said: str) -> None:
+def test_requests_of_editors_stream_the_text_and_usage_if_asked(
+    server: ScriptedServer, path: str, kind: str, said: str
+) -> None:
     body = REQUESTS[kind]
     with server.says(said):
         events = data_of(server, path, body, {"authorization": "Bearer none"})

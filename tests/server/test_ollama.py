@@ -47,7 +47,9 @@ def test_a_text_is_answered_or_continued(demo: ollama.Client) -> None:
     assert "".join(part.response for part in parts) == answered.response
 
 
-def test_calls_and_thoughts(client: ollama.Client, scripted: ScriptedServer) -> None:
+def test_calls_and_thoughts_are_read_and_written_as_ollama_does(
+    client: ollama.Client, scripted: ScriptedServer
+) -> None:
     earlier: Any = [
         *HELLO,
         {

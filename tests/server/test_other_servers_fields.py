@@ -162,7 +162,7 @@ def said(server: ScriptedServer, messages: list[Any], **fields: Any) -> str:
     return text
 
 
-def test_a_chat_completion(spaced: ScriptedServer) -> None:
+def test_a_begun_answer_goes_on_without_a_space_of_its_own(spaced: ScriptedServer) -> None:
     with spaced.says("sleeps"):
         assert said(spaced, [ASKED]) == "sleeps"
         assert said(spaced, [ASKED, BEGUN], continue_final_message=True) == " sleeps"

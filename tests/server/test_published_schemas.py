@@ -83,7 +83,7 @@ def test_messages_keep_to_the_published_schema(scripted: ScriptedServer, max_tok
     check("message", events[0]["message"])
 
 
-def test_models_and_errors(server: LiveServer) -> None:
+def test_models_and_errors_have_the_published_schemas(server: LiveServer) -> None:
     for model in server.get("/v1/models").json()["data"]:
         check("model", model)
     for path in (CHAT, "/v1/completions", "/v1/responses"):

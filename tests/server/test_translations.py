@@ -232,7 +232,7 @@ def test_contradictions_are_named() -> None:
         assert refused(read_chat, fields) == param
 
 
-def test_budgets_of_reasoning() -> None:
+def test_a_reasoning_budget_has_the_names_of_all_peers() -> None:
     budgets: list[dict[str, Any]] = [
         {"thinking": {"type": "enabled", "budget_tokens": 6}},
         {"reasoning": {"max_tokens": 6}},

@@ -119,7 +119,7 @@ def test_special_tokens_that_are_to_be_kept(tokenizer):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_work_is_linear(name):
+def test_a_detokenizer_holds_a_bounded_window(name):
     """A window of ids is decoded for each, whatever a model repeats, and no more."""
     tokenizer = make(DECODERS[name])
     for pattern in ([9], [0], [5, 2], [9, 10, 11], [16]):

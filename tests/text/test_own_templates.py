@@ -69,7 +69,7 @@ def test_turns_are_rendered_with_and_without_thinking(kind):
     assert render(kind, SYSTEM, HI, say("system", "Now.")).startswith(f"{BEGIN}Be brief.\n\nNow.")
 
 
-def test_results_of_tools():
+def test_results_of_tools_are_written_as_trained():
     kind = "deepseek_v32"
     text = (
         f"{BEGIN}{USER}Hi{ANSWER}<think>Need</think>Look.{called(kind)}{END}"

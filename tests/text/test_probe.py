@@ -102,7 +102,7 @@ def test_nothing_is_known_of_a_broken_template(source):
     assert probe(ChatTemplate(source)) == TemplateFacts()
 
 
-def test_forms_of_messages():
+def test_the_forms_that_a_template_takes_are_found():
     system_first = probe(ChatTemplate(turns(system=REFUSES))).forms
     assert system_first.system
     assert not system_first.later_system

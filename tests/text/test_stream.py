@@ -84,7 +84,7 @@ def test_a_stop_string_completed_by_token_number_min_tokens_counts(kind):
     assert run(after, ids)[0] == "a b c d e"
 
 
-def test_reasoning_between_tags() -> None:
+def test_only_leading_tags_are_reasoning() -> None:
     thoughts = [
         ("<think>\nhm\n</think>\n\nyes", ("yes", "hm")),
         ("<think></think>yes", ("yes", "")),

@@ -51,6 +51,18 @@ def test_a_conversation_resumes_at_the_exact_end_of_the_answer(model: Model) -> 
     assert cached(harness) == 84
 
 
+def test_no_snapshot_is_taken_of_a_state_that_is_ahead(model: Model) -> None:
+    """As where an answer ends while two pipeline stages compute its next tokens."""
+    harness = Harness(model)
+    harness.add("it", prompt(75), TEN)
+    harness.turn(4)
+    (sequence,) = harness.loop.scheduler.queues.running
+    states = harness.loop.scheduler.kv_manager._states
+    assert states is not None
+    assert states.snapshot(sequence, sequence.num_computed - 1) is None
+    assert states.snapshot(sequence, sequence.num_computed) is not None
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -59,8 +59,8 @@ def test_no_snapshot_is_taken_of_a_state_that_is_ahead(model: Model) -> None:
     (sequence,) = harness.loop.scheduler.queues.running
     states = harness.loop.scheduler.kv_manager._states
     assert states is not None
-    assert states.snapshot(sequence, sequence.num_computed - 1) is None
-    assert states.snapshot(sequence, sequence.num_computed) is not None
+    assert sequence.num_computed > 64
+    assert states.snapshot(sequence, 48) is None, "a page ends there, but the state is further"
 
 
 @pytest.mark.parametrize(

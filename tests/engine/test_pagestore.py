@@ -11,7 +11,7 @@ from mlxinfer.cache.inputs import PageTransfer
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.cache.prefix import PrefixCache, RestorePoint, index
 from mlxinfer.engine import pagestore
-from mlxinfer.engine.pagestore import TRIES, PageSearch, PageStore, Place, ReceivedPages
+from mlxinfer.engine.pagestore import TRIES, GroupPage, PageSearch, PageStore, ReceivedPages
 
 PAGE = 4
 IDS = list(range(100, 141))  # ten pages and a token
@@ -93,7 +93,7 @@ class Bench:
         [path] = self.folder.rglob(f"{name}.kv")
         path.unlink()
 
-    def find(self, in_memory: int = 0) -> dict[Place, Entry] | None:
+    def find(self, in_memory: int = 0) -> dict[GroupPage, Entry] | None:
         search = self.store.find(self.point(IDS, in_memory))
         return None if search is None else search.loaded()
 
@@ -111,7 +111,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.store.close()
 
 
-def numbers(loaded: dict[Place, Entry] | None) -> list[list[int]]:
+def numbers(loaded: dict[GroupPage, Entry] | None) -> list[list[int]]:
     """The page numbers that were read, by group; every payload is the one that was stored."""
     if loaded is None:
         return []
